@@ -1,0 +1,298 @@
+"""What the leader wants: growth for a waiting operation, growth ahead of demand, and memory to give back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
+from .pages import PageState
+from .policy import RunLength, growth_target, may_retire
+from .transaction import Retained, Transaction, TxnStep
+from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
+
+if TYPE_CHECKING:
+    from .leader import Leader
+
+RUNS_PER_TXN_MAX = 64
+"""Runs of one transaction; bounds frames and the work of one agent turn."""
+
+REFUSALS_MAX = 2
+"""Refused grows for one waiting operation before it is a miss."""
+
+
+@dataclass(slots=True)
+class Foreground:
+    """An operation of the leader's scheduler that found too few blocks.
+
+    Attributes:
+        needs: blocks per domain that it takes, all or nothing.
+        deadline: when it becomes a miss.
+        verdict: ``None`` while open.
+        refusals: grows refused for it.
+        cause: last refusal.
+    """
+
+    needs: Mapping[DomainId, int]
+    deadline: Tick
+    verdict: bool | None = None
+    refusals: int = 0
+    cause: Cause | None = None
+
+
+class Demand:
+    """Quantities and triggers of one leader."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        domains = len(leader.tables)
+        self.step_blocks = [0] * domains
+        """W: the largest allocation of one engine step, in blocks, per domain."""
+        self.idle = False
+        self.foreground: Foreground | None = None
+        self._run_length = [RunLength(leader.policy) for _ in range(domains)]
+        self._logged_growable = [-1] * domains
+        self._steps_since_reclaim = 0
+        self._reclaim_not_before = Tick(0)
+
+    # ------------------------------------------------------------------ foreground
+
+    def wait_for(self, needs: Mapping[DomainId, int]) -> Foreground:
+        """An operation needs more than is free. Advances with every input of the leader until it has a verdict."""
+        leader = self._leader
+        wait = leader.policy.growth_deadline + 2 * leader.policy.query_interval
+        self.foreground = Foreground(dict(needs), Tick(leader.now + wait))
+        gone = [Rank(rank) for rank, peer in enumerate(leader.peers) if peer.left]
+        if gone:
+            leader.fail_closed(gone[0])
+        self.advance()
+        return self.foreground
+
+    def advance(self) -> None:
+        """Decide or move the waiting operation, if there is one."""
+        waiting = self.foreground
+        leader = self._leader
+        if waiting is None or waiting.verdict is not None or leader.failure is not None:
+            return
+        short = self._short_pages(waiting.needs)
+        if not short:
+            waiting.verdict = True
+            return
+        txn = leader.txn
+        if txn is not None and txn.step is TxnStep.DRAINING:
+            leader.cancel_retirement("an operation needs the blocks")
+            self.advance()
+        elif leader.now >= waiting.deadline or (txn is not None and txn.late) or waiting.refusals >= REFUSALS_MAX:
+            waiting.verdict = False
+        elif txn is None and not self._grow(short, waiting):
+            leader.counters.known_misses += 1
+            waiting.verdict = False
+
+    def _short_pages(self, needs: Mapping[DomainId, int]) -> dict[DomainId, int]:
+        leader = self._leader
+        short: dict[DomainId, int] = {}
+        for domain, blocks in needs.items():
+            missing = blocks - leader.replica.available(domain) - leader.due_blocks(domain)
+            if missing > 0:
+                short[domain] = -(-missing // leader.replica.blocks_per_page[domain])
+        return short
+
+    # ------------------------------------------------------------------ growing
+
+    def background(self) -> None:
+        """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
+        leader = self._leader
+        if leader.txn is not None or leader.failure is not None or leader.quiescent():
+            return
+        wanted = {domain: pages for domain in self._domains() if (pages := self._background_target(domain)) > 0}
+        if wanted:
+            self._grow(wanted, None)
+
+    def _background_target(self, domain: DomainId) -> int:
+        leader = self._leader
+        absent = self._affordable_pages(domain)
+        run_pages = 1 if self.idle else self._run_length[domain].pages
+        return growth_target(self._free_pages(domain), self._low(domain), run_pages, absent)
+
+    def _grow(self, wanted: Mapping[DomainId, int], waiting: Foreground | None) -> bool:
+        """Open a grow of at least ``wanted`` pages, of more under sustained demand. ``False``: the answer is known."""
+        leader = self._leader
+        if leader.backoff.active(leader.now):
+            return False
+        retry = self._retry_for(wanted)
+        if retry is not None:
+            leader.open_grow(retry.runs, foreground=waiting is not None, retry=retry)
+            return True
+        if not self._affordable(wanted):
+            return False
+        pages = dict(wanted)
+        if waiting is not None and waiting.refusals == 0:
+            longer = {domain: max(count, self._run_length[domain].pages) for domain, count in wanted.items()}
+            pages = longer if self._affordable(longer) else pages
+        runs: list[Run] = []
+        for domain, count in sorted(pages.items()):
+            picked = leader.tables[domain].pick(count, leader.policy.run_pages_max)
+            if sum(run.count for run in picked) < wanted[domain]:
+                return False
+            runs.extend(picked)
+        leader.open_grow(tuple(runs[:RUNS_PER_TXN_MAX]), foreground=waiting is not None)
+        return True
+
+    def _retry_for(self, wanted: Mapping[DomainId, int]) -> Retained | None:
+        """Retained runs that this demand may adopt: all of a batch or none of it."""
+        leader = self._leader
+        for batch in leader.retained:
+            pages = batch.pages()
+            if all(wanted.get(DomainId(domain), 0) >= count for domain, count in pages.items()):
+                return batch
+            lacking = any(
+                leader.tables[domain].count(PageState.ABSENT) < count
+                for domain, count in wanted.items()
+                if domain in pages
+            )
+            if lacking:
+                return batch
+        return None
+
+    def refused(self, txn: Transaction, cause: Cause) -> None:
+        """A grow was aborted: shorter runs, and the waiting operation may try once with just what it needs."""
+        for run in txn.runs:
+            self._run_length[run.domain].relaxed()
+        waiting = self.foreground
+        if waiting is None or waiting.verdict is not None or not txn.foreground:
+            return
+        waiting.refusals += 1
+        waiting.cause = cause
+        needed = self._short_pages(waiting.needs)
+        asked: dict[DomainId, int] = {}
+        for run in txn.runs:
+            asked[run.domain] = asked.get(run.domain, 0) + run.count
+        smaller = any(asked.get(domain, 0) > count for domain, count in needed.items())
+        if cause.kind is CauseKind.EXHAUSTED and smaller and waiting.refusals < REFUSALS_MAX:
+            self._leader.backoff.succeeded()
+        else:
+            waiting.verdict = False
+
+    def grew(self, txn: Transaction) -> None:
+        """A grow will be published."""
+        for domain in {run.domain for run in txn.runs}:
+            self._run_length[domain].grew()
+
+    # ------------------------------------------------------------------ giving back
+
+    def pick_retirement(self, before: Sequence[Entry]) -> list[Entry]:
+        """RETIRE of runs that are entirely free at this very point, or nothing."""
+        leader = self._leader
+        self._steps_since_reclaim += 1
+        if leader.txn is not None or leader.failure is not None or leader.quiescent():
+            return []
+        if leader.now < self._reclaim_not_before:
+            return []
+        if self.idle and leader.retained:
+            return [leader.open_reclaim(leader.retained[0].runs, retained=True)]
+        if not self.idle and self._steps_since_reclaim < leader.policy.reclaim_interval_steps:
+            return []
+        runs = self._free_runs()
+        if not runs:
+            return []
+        self._steps_since_reclaim = 0
+        for run in runs:
+            self._run_length[run.domain].relaxed()
+        return [leader.open_reclaim(tuple(runs), retained=False)]
+
+    def reclaim_failed(self) -> None:
+        """An unmap failed and was restored: do not try again at once."""
+        self._reclaim_not_before = Tick(self._leader.now + self._leader.policy.backoff_max)
+
+    def _free_runs(self) -> list[Run]:
+        leader = self._leader
+        chosen: list[Run] = []
+        for domain in self._domains():
+            free = self._free_pages(domain, due=False)
+            low = self._low(domain)
+            high = max(leader.policy.reserved_pages_max, low)
+            free_list = leader.replica.free_lists[domain]
+            for run in reversed(leader.tables[domain].runs(PageState.PUBLISHED)):
+                if len(chosen) >= RUNS_PER_TXN_MAX or not may_retire(free, 1, low, high, idle=self.idle):
+                    break
+                if (
+                    run.first > 0
+                    and may_retire(free, run.count, low, high, idle=self.idle)
+                    and free_list.run_is_free(run.first, run.count)
+                ):
+                    chosen.append(run)
+                    free -= run.count
+        return chosen
+
+    # ------------------------------------------------------------------ capacity
+
+    def changed_capacity(self) -> list[Entry]:
+        """GROWABLE entries for domains whose growable blocks have changed enough to matter (rule M6)."""
+        entries: list[Entry] = []
+        for domain in self._domains():
+            blocks = self.growable_pages(domain) * self._leader.replica.blocks_per_page[domain]
+            logged = self._logged_growable[domain]
+            slack = max(1, logged // 16)
+            if blocks != logged and (blocks == 0 or logged <= 0 or abs(blocks - logged) >= slack):
+                self._logged_growable[domain] = blocks
+                entries.append(Growable(domain, blocks))
+        return entries
+
+    def growable_pages(self, domain: DomainId) -> int:
+        """Pages that every rank could back beyond the published ones; 0 while a refusal is the known answer.
+
+        Pages of the open grow count until the mark that publishes them.
+        """
+        leader = self._leader
+        if leader.failure is not None:
+            return 0
+        opened = leader.tables[domain].count(PageState.OPEN)
+        if leader.backoff.active(leader.now):
+            return opened
+        retained = leader.tables[domain].count(PageState.RETAINED)
+        return self._affordable_pages(domain) + opened + retained
+
+    def settled(self, entries: Iterable[Entry]) -> bool:
+        """Whether nothing is open, nothing is due and nothing could be given back or grown."""
+        leader = self._leader
+        changes = any(isinstance(entry, Publish | Retire | Unretire | Reclaimed) for entry in entries)
+        if changes or leader.txn is not None or leader.due() or leader.retained or leader.failure is not None:
+            return False
+        if leader.now < self._reclaim_not_before:
+            return False
+        return not any(self._background_target(domain) > 0 for domain in self._domains())
+
+    # ------------------------------------------------------------------ inner
+
+    def _domains(self) -> list[DomainId]:
+        return [DomainId(domain) for domain in range(len(self._leader.tables))]
+
+    def _low(self, domain: DomainId) -> int:
+        """Growth watermark in pages: the reserve, or what one step can take."""
+        leader = self._leader
+        step_pages = -(-self.step_blocks[domain] // leader.replica.blocks_per_page[domain])
+        return min(max(leader.policy.reserved_pages_min, step_pages), leader.tables[domain].pages - 1)
+
+    def _free_pages(self, domain: DomainId, *, due: bool = True) -> int:
+        leader = self._leader
+        blocks = leader.replica.available(domain) + (leader.due_blocks(domain) if due else 0)
+        return blocks // leader.replica.blocks_per_page[domain]
+
+    def _affordable_pages(self, domain: DomainId) -> int:
+        leader = self._leader
+        pages = leader.tables[domain].count(PageState.ABSENT)
+        for peer in leader.peers:
+            if peer.page_bytes[domain] > 0:
+                pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])
+        return pages
+
+    def _affordable(self, pages: Mapping[DomainId, int]) -> bool:
+        leader = self._leader
+        for domain, count in pages.items():
+            if count > leader.tables[domain].count(PageState.ABSENT):
+                return False
+        return all(
+            sum(count * peer.page_bytes[domain] for domain, count in pages.items()) <= peer.budget_bytes
+            for peer in leader.peers
+        )

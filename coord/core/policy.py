@@ -1,0 +1,120 @@
+"""How much to grow, when to give back, how long to back off. Pure functions of counts; the leader decides with them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .types import Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Settings of the leader's decisions; times in ticks (microseconds), sizes in pages of a domain.
+
+    Attributes:
+        growth_deadline: a grow that has not been answered by then is queried or given up.
+        query_interval: between the first and the second query, and after it.
+        lease: silence that ends a rank.
+        drain_deadline: a retirement that has not drained by then is cancelled.
+        map_retries: identical retries after a failed MAP before the runs are quarantined.
+        run_pages_min: pages of a run when demand is new.
+        run_pages_max: pages of a run under sustained demand.
+        reserved_pages_min: published free pages below which the leader grows in the background.
+        reserved_pages_max: published free pages above which it gives back while busy.
+        reclaim_interval_steps: engine steps between two reclaims while busy.
+        backoff_min: first pause after a refusal.
+        backoff_max: longest pause.
+        seed: of the jitter that keeps two engines from refusing each other in step.
+    """
+
+    growth_deadline: int = 2_000_000
+    query_interval: int = 1_000_000
+    lease: int = 30_000_000
+    drain_deadline: int = 10_000_000
+    map_retries: int = 2
+    run_pages_min: int = 1
+    run_pages_max: int = 256
+    reserved_pages_min: int = 5
+    reserved_pages_max: int = 10
+    reclaim_interval_steps: int = 16
+    backoff_min: int = 50_000
+    backoff_max: int = 2_000_000
+    seed: int = 0
+
+
+RUN_DOUBLING = 2
+"""A domain that grows again without having given anything back takes runs this much longer."""
+
+
+class RunLength:
+    """Run length of one domain: doubles under sustained demand, starts again after a reclaim or a refusal.
+
+    Small runs come back sooner (a run is given back whole); long runs cost fewer driver calls per byte.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.pages = policy.run_pages_min
+
+    def grew(self) -> None:
+        """A grow of this domain was published."""
+        self.pages = min(self.pages * RUN_DOUBLING, self._policy.run_pages_max)
+
+    def relaxed(self) -> None:
+        """Demand went away, or memory is short."""
+        self.pages = self._policy.run_pages_min
+
+
+class Backoff:
+    """Seeded exponential pause after refusals. Answers stay known (a miss) until it is over."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._random = random.Random(policy.seed)
+        self._pause = 0
+        self.until = Tick(0)
+
+    def active(self, now: Tick) -> bool:
+        """Whether asking again would only repeat the last refusal."""
+        return now < self.until
+
+    def refused(self, now: Tick) -> None:
+        """A grow was refused or timed out."""
+        self._pause = min(max(self._pause * 2, self._policy.backoff_min), self._policy.backoff_max)
+        self.until = Tick(now + self._pause + self._random.randrange(self._pause // 2 + 1))
+
+    def succeeded(self) -> None:
+        """A grow was published."""
+        self._pause = 0
+        self.until = Tick(0)
+
+
+def growth_target(free: int, low: int, run_pages: int, absent: int) -> int:
+    """Pages to grow in the background.
+
+    Args:
+        free: published free pages.
+        low: watermark.
+        run_pages: current run length.
+        absent: pages that could still be grown.
+
+    Returns:
+        0 when ``free`` has reached the watermark or nothing is left.
+    """
+    if free >= low or absent <= 0:
+        return 0
+    return min(max(low - free, run_pages), absent)
+
+
+def may_retire(free: int, run_pages: int, low: int, high: int, *, idle: bool) -> bool:
+    """Whether a free run may go: never below the growth watermark, while busy not below the upper one either.
+
+    Args:
+        free: published free pages, the run included.
+        run_pages: pages of the run.
+        low: growth watermark; the floor at idle.
+        high: upper watermark; the floor while busy.
+        idle: nothing runs.
+    """
+    return free - run_pages >= (low if idle else max(high, low + 1))

@@ -1,0 +1,386 @@
+"""The public class: elastic pools of one rank, in agreement with every other rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import observe, startup
+from .agent import Agent, Fence, ticks
+from .coord.core.entries import Entry, Grant, PositionKind
+from .coord.core.errors import GroupFailed
+from .coord.core.invariants import require
+from .coord.core.leader import Leader
+from .coord.core.replica import OpKind, Replica
+from .coord.core.types import DomainId, Health, Run
+from .domain import NULL_BLOCK, Domain
+from .physical import PhysicalWorker
+from .pools.backing import StageBacking
+from .pools.specs import StageSpec
+from .world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from ._native import Device
+    from .config import Config
+    from .faults import FaultPlan, Injector
+    from .snapshot import SnapshotWriter
+    from .snapshot_schema import SnapshotState
+
+_log = logging.getLogger(__name__)
+
+Ids = torch.Tensor | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What took effect at the end of an engine step, equal on all ranks.
+
+    Attributes:
+        step: number of the step.
+        entries: log entries, in order.
+        settled: the leader has nothing open and nothing to give back.
+    """
+
+    step: int
+    entries: tuple[Entry, ...]
+    settled: bool
+
+
+class Coordinator:
+    """Elastic pools of one rank.
+
+    Every rank of an engine starts one and performs the same operations in the same order: ``alloc``, ``free``
+    and one ``step`` per engine step. Ids, misses and step reports are then equal on all ranks.
+
+    Make it with :meth:`start`.
+
+    Threads: one scheduler thread calls ``alloc``, ``free``, ``step``; the rest is safe from any thread.
+    """
+
+    def __init__(self, parts: startup.Parts) -> None:
+        self.world: World = parts.world
+        self.stage: StageSpec = parts.stage
+        self.config: Config = parts.config
+        self.device: Device = parts.device
+        self.backing: StageBacking = parts.backing
+        self.physical: PhysicalWorker = parts.physical
+        self.name: str = parts.name
+        self.started = time.time()
+        self.misses = 0
+        self.faults: Injector = parts.faults
+        self._agent: Agent = parts.agent
+        self._replica: Replica = parts.agent.replica
+        self._leader: Leader | None = parts.agent.leader
+        self._writer: SnapshotWriter | None = None
+        self._step = 0
+        self._closed = False
+        self.domains: dict[str, Domain] = {
+            spec.name: Domain(self, spec.name, index, pool, blocks)
+            for index, (spec, pool, blocks) in enumerate(
+                zip(parts.stage.domains, parts.pools, parts.blocks, strict=True)
+            )
+        }
+
+    # ------------------------------------------------------------------ life
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        world: World,
+        stage: StageSpec,
+        device: Device,
+        config: Config,
+        store: TCPStore | None = None,
+        session: str = "kvcached",
+        faults: FaultPlan | None = None,
+        fence: Callable[[], Fence] | None = None,
+    ) -> Coordinator:
+        """Start this rank's part. Collective: every rank of the world calls it.
+
+        Args:
+            world: which rank this is.
+            stage: pools and domains of this rank's pipeline stage.
+            device: device that holds them.
+            config: settings; those marked world-wide must be equal on all ranks.
+            store: bootstrap store of all ranks; not needed for a world of one.
+            session: name of this incarnation, equal on all ranks, new after every restart.
+            faults: faults to inject, tests only.
+            fence: records a point behind all work launched so far; default: nothing on the host, a CUDA event on
+                the current stream on CUDA.
+
+        Returns:
+            A coordinator whose null block is backed and published on every rank.
+
+        Raises:
+            ConfigError: ranks disagree, or a setting or the capacity is unusable.
+            GroupFailed, WaitTimeout: a rank failed, went away or did not come.
+
+        Blocks: at most the start timeout.
+        """
+        parts = startup.assemble(world, stage, device, config, store, session, faults, fence)
+        coordinator = cls(parts)
+        try:
+            coordinator._begin(parts)
+        except BaseException:
+            coordinator.close()
+            raise
+        return coordinator
+
+    def _begin(self, parts: startup.Parts) -> None:
+        startup.join(parts)
+        self._writer = observe.open_writer(self)
+        parts.on_beat.append(self._publish_snapshot)
+        startup.publish_null_pages(parts)
+        for domain in self.domains.values():
+            self._reserve_null_block(domain)
+        self._replica.end_op()
+        self.faults.arm(self.device.faults)
+        self._publish_snapshot()
+
+    def _reserve_null_block(self, domain: Domain) -> None:
+        ids = domain.pool.alloc(1)
+        got = None if ids is None else int(ids[0])
+        require(
+            got == NULL_BLOCK,
+            "S5",
+            f"rank {self.world.rank}: the null block of domain {domain.name} must be block 0, got {got}",
+        )
+        self._replica.record(OpKind.ALLOC, DomainId(domain.index), 1, zlib.crc32(b"null"))
+
+    def close(self) -> None:
+        """End in order: tell the others, stop the threads, give all memory back. Idempotent.
+
+        Blocks: a few seconds at most.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.faults.close()
+        self._agent.close(startup.CLOSE_WAIT_S)
+        self.backing.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ blocks
+
+    def alloc(self, needs: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
+        """Allocate in several domains as one operation, all or nothing.
+
+        Args:
+            needs: blocks per domain name.
+
+        Returns:
+            ``int64`` ids per domain on the CPU, or ``None``: memory is short on some rank and nothing was taken.
+
+        Raises:
+            ValueError: a negative number.
+            GroupFailed: the coordinator has failed.
+
+        Blocks: not while enough is published; otherwise for one growth, bounded by its deadline.
+        """
+        self._agent.raise_if_failed()
+        wanted = [(self.domains[name], count) for name, count in needs.items()]
+        for domain, count in wanted:
+            if count < 0:
+                raise ValueError(f"domain {domain.name}: cannot allocate {count} blocks")
+        if all(count <= domain.pool.available() for domain, count in wanted) or self._meet(wanted):
+            return self._take(wanted)
+        self.misses += 1
+        for domain, count in wanted:
+            self._replica.record(OpKind.MISS, DomainId(domain.index), count)
+        self._replica.end_op()
+        return None
+
+    def _take(self, wanted: Sequence[tuple[Domain, int]]) -> dict[str, torch.Tensor]:
+        taken: dict[str, torch.Tensor] = {}
+        for domain, count in wanted:
+            ids = domain.pool.alloc(count)
+            if ids is None:
+                require(False, "S5", f"domain {domain.name}: {count} blocks were granted and are not free")
+                continue
+            self._replica.record(OpKind.ALLOC, DomainId(domain.index), count, zlib.crc32(ids))
+            taken[domain.name] = torch.from_numpy(ids)
+        self._replica.end_op()
+        return taken
+
+    def _meet(self, wanted: Sequence[tuple[Domain, int]]) -> bool:
+        """More is needed than is free: the leader decides, every rank learns the verdict at this operation."""
+        replica = self._replica
+        needs = {DomainId(domain.index): count for domain, count in wanted}
+        if not all(replica.may_grow_to(domain, count) for domain, count in needs.items()):
+            return False
+        op = replica.op_index
+        if self._leader is None:
+            with self._agent.entered():
+                mark = self._agent.next_mark(PositionKind.OP, op)
+                self._agent.apply(mark)
+        else:
+            hit = self._foreground(self._leader, needs)
+            with self._agent.entered():
+                mark = self._leader.mark(PositionKind.OP, op, ticks(), grant=hit)
+                self._leader.demand.foreground = None
+                self._agent.broadcast(mark)
+                self._agent.apply(mark)
+        return any(isinstance(entry, Grant) and entry.hit for entry in mark.entries)
+
+    def _foreground(self, leader: Leader, needs: Mapping[DomainId, int]) -> bool:
+        agent = self._agent
+        with agent.entered():
+            leader.now = ticks()
+            waiting = leader.demand.wait_for(needs)
+        while waiting.verdict is None:
+            if self.world.size == 1:
+                agent.do_work()
+            with agent.changed:
+                agent.raise_if_failed()
+                if waiting.verdict is None:
+                    agent.changed.wait(startup.WAKE_S)
+        agent.raise_if_failed()
+        return waiting.verdict
+
+    def free(self, ids: Mapping[str, Ids]) -> None:
+        """Give blocks of several domains back as one operation.
+
+        Args:
+            ids: ``int64`` ids per domain name.
+
+        Raises:
+            ValueError: an id that is out of range, not allocated or named twice; that domain frees nothing.
+            GroupFailed: the coordinator has failed.
+        """
+        self._agent.raise_if_failed()
+        for name, given in ids.items():
+            domain = self.domains[name]
+            blocks = np.ascontiguousarray(given.numpy() if isinstance(given, torch.Tensor) else given, dtype=np.int64)
+            if NULL_BLOCK in blocks[:1] or (blocks.size > 1 and bool((blocks == NULL_BLOCK).any())):
+                raise ValueError(f"domain {name}: block {NULL_BLOCK} is the null block and is never freed")
+            domain.pool.free(blocks)
+            self._replica.record(OpKind.FREE, DomainId(domain.index), blocks.size, zlib.crc32(blocks))
+        self._replica.end_op()
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> StepReport:
+        """End an engine step: entries of the log take effect here, at the same step on every rank.
+
+        Returns:
+            What took effect.
+
+        Raises:
+            GroupFailed: the coordinator has failed, or no mark came for a whole lease.
+
+        Blocks: the leader never; a follower until the leader has ended the same step, at most one lease.
+        """
+        agent = self._agent
+        agent.raise_if_failed()
+        self._step += 1
+        self.faults.step = self._step
+        with agent.entered():
+            if self._leader is None:
+                mark = agent.next_mark(PositionKind.STEP, self._step)
+                agent.step_done = self._step
+                agent.apply(mark)
+            else:
+                mark = self._leader.mark(PositionKind.STEP, self._step, ticks())
+                agent.step_done = self._step
+                agent.broadcast(mark)
+                agent.apply(mark)
+                self._leader.demand.background()
+        return StepReport(self._step, mark.entries, mark.settled)
+
+    def demand(self, blocks: Mapping[str, int]) -> None:
+        """Say how many blocks one engine step can take at most, per domain; growth runs that far ahead.
+
+        Only the leader's call has an effect; call it with equal values on all ranks.
+        """
+        if self._leader is not None:
+            for name, count in blocks.items():
+                self._leader.demand.step_blocks[self.domains[name].index] = count
+
+    def idle(self, idle: bool) -> None:
+        """Say whether the engine has nothing to do: then memory is given back down to the reserve."""
+        if self._leader is not None:
+            self._leader.demand.idle = idle
+
+    def evict(self, tokens: int) -> None:
+        """Log an eviction: every rank sees ``Evict(tokens)`` in the same step report. No effect on followers."""
+        if self._leader is not None:
+            with self._agent.entered():
+                self._leader.evict(tokens)
+
+    # ------------------------------------------------------------------ reading
+
+    def growable(self, domain: int) -> int:
+        """Blocks of a domain that every rank could still back, as the applied log says."""
+        return self._replica.growable(DomainId(domain))
+
+    @property
+    def digest(self) -> int:
+        """Rolling digest over all operations and their block ids; equal on all ranks at equal operations."""
+        return self._replica.digest
+
+    @property
+    def health(self) -> dict[str, Health]:
+        """Health per domain."""
+        if self.failure is not None:
+            return dict.fromkeys(self.domains, Health.FAILED)
+        bad = {run.domain for run in self._replica.quarantined}
+        return {
+            name: Health.DEGRADED if domain.index in bad else Health.HEALTHY for name, domain in self.domains.items()
+        }
+
+    @property
+    def quarantined(self) -> frozenset[Run]:
+        """Runs that could not be mapped and are out of use."""
+        return self._replica.quarantined
+
+    @property
+    def failure(self) -> GroupFailed | None:
+        """The first cause, once the coordinator has failed."""
+        return self._agent.failure
+
+    def await_failure(self, timeout_s: float) -> GroupFailed | None:
+        """Wait for the first cause: an engine whose own collective broke asks here what happened.
+
+        Returns:
+            The failure, or ``None`` if the coordinator is still well after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._agent.changed:
+            while self._agent.failure is None and (left := deadline - time.monotonic()) > 0:
+                self._agent.changed.wait(left)
+        return self._agent.failure
+
+    @property
+    def stats(self) -> observe.Stats:
+        """Counters and durations since the start."""
+        return observe.stats(self, self._agent, self._leader)
+
+    def snapshot(self) -> SnapshotState:
+        """What ``kvcached-dist status`` shows of this rank."""
+        return observe.snapshot(self, self._agent, self._leader)
+
+    def _publish_snapshot(self) -> None:
+        self.faults.collect()
+        if self._writer is not None and not self._closed:
+            self._writer.publish(self.snapshot())
+
+
+__all__ = ["Coordinator", "StepReport"]

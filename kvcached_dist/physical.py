@@ -1,0 +1,146 @@
+"""The physical side of a rank: admission, budget and driver work on the pools of its stage."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from .admission import AdmissionTurn
+from .coord.core.effects import Work, WorkKind
+from .coord.core.errors import WaitTimeout
+from .coord.core.types import Cause, CauseKind, Rank
+from .pools.backing import StageBacking
+
+if TYPE_CHECKING:
+    from ._native import Device, Outcome
+
+_log = logging.getLogger(__name__)
+
+
+class PhysicalWorker:
+    """Performs the driver work that the protocol asks for.
+
+    Args:
+        rank: this rank, named in causes.
+        device: device that holds the pools.
+        backing: pools of this stage.
+        turn: admission turn of the physical card, or ``None`` where no other process can use it.
+        utilization: share of the device's memory that may be used by all its users, in (0, 1].
+        limit_bytes: most bytes that this rank may hold (0: no limit).
+        turn_deadline_s: how long to wait for the admission turn (the growth deadline).
+
+    Threads: ``perform`` in one thread at a time; the rest from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: Rank,
+        device: Device,
+        backing: StageBacking,
+        turn: AdmissionTurn | None,
+        utilization: float,
+        limit_bytes: int,
+        turn_deadline_s: float,
+    ) -> None:
+        self.rank = rank
+        self.device = device
+        self.backing = backing
+        self.limit_bytes = limit_bytes
+        self.memory_queries = 0
+        self._turn = turn
+        self._reserve_bytes = int((1.0 - utilization) * device.total_bytes())
+        self._turn_deadline_s = turn_deadline_s
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of the device that must stay free (S14)."""
+        return self._reserve_bytes
+
+    def perform(self, work: Work) -> Cause | None:
+        """Do the work in the calling thread.
+
+        Returns:
+            ``None`` on success, else why not. Never raises for a driver status.
+
+        Blocks: for the driver calls; a RESERVE also for the admission turn, at most the growth deadline.
+        """
+        match work.kind:
+            case WorkKind.RESERVE:
+                return self._reserve(work)
+            case WorkKind.ABORT:
+                return self._cause(self.backing.abort(work.txn))
+            case WorkKind.MAP:
+                return self._cause(self.backing.map(work.runs))
+            case WorkKind.UNMAP:
+                return self._cause(self.backing.unmap(work.runs))
+            case WorkKind.RESTORE:
+                return self._cause(self.backing.restore(work.runs))
+            case WorkKind.RELEASE:
+                return self._cause(self.backing.release(work.runs))
+
+    def handles(self) -> tuple[int, ...]:
+        """Physical handles held now, per pool of the world's list."""
+        return tuple(self.backing.held())
+
+    def free_bytes(self) -> int:
+        """Free memory of the device. One driver query."""
+        self.memory_queries += 1
+        return self.device.free_bytes()
+
+    def budget_bytes(self) -> int:
+        """Bytes this rank could still create above the reserve and below its limit."""
+        budget = self.free_bytes() - self._reserve_bytes
+        if self.limit_bytes:
+            budget = min(budget, self.limit_bytes - sum(self.backing.held_bytes()))
+        return max(0, budget)
+
+    # ------------------------------------------------------------------ inner
+
+    def _reserve(self, work: Work) -> Cause | None:
+        """Budget check and creates inside one admission turn; a second look at free memory before it ends (S14)."""
+        if self._turn is None:
+            return self._reserve_now(work)
+        try:
+            with self._turn.take(self._turn_deadline_s):
+                return self._reserve_now(work)
+        except WaitTimeout as error:
+            return Cause(CauseKind.ADMISSION, self.rank, str(error))
+
+    def _reserve_now(self, work: Work) -> Cause | None:
+        required = self.backing.missing_bytes(work.runs)
+        # A retry that adopts retained runs, or a stage without layers of these pools, needs no memory.
+        refused = self._over_budget(required, self.free_bytes()) if required else None
+        if refused is not None:
+            return refused
+        outcome = self.backing.reserve(work.txn, work.runs)
+        if not outcome.ok:
+            return self._cause(outcome)
+        free = self.free_bytes()
+        if free < self._reserve_bytes:
+            self.backing.abort(work.txn)
+            detail = "another process took memory outside its admission turn"
+            return Cause(CauseKind.EXHAUSTED, self.rank, detail, required, free, self._reserve_bytes)
+        return None
+
+    def _over_budget(self, required: int, free: int) -> Cause | None:
+        if self.limit_bytes:
+            held = sum(self.backing.held_bytes())
+            if required + held > self.limit_bytes:
+                detail = f"the limit is {self.limit_bytes} bytes, {held} are held"
+                return Cause(CauseKind.LIMIT, self.rank, detail, required, free, self._reserve_bytes)
+        if required > free - self._reserve_bytes:
+            return Cause(CauseKind.EXHAUSTED, self.rank, "device memory", required, free, self._reserve_bytes)
+        return None
+
+    def _cause(self, outcome: Outcome) -> Cause | None:
+        if outcome.ok:
+            return None
+        pool = self.backing.pool_name(outcome.pool)
+        detail = f"{outcome.call} of {outcome.bytes} bytes at offset {outcome.offset} of pool {pool}: {outcome.detail}"
+        kind = CauseKind.EXHAUSTED if outcome.exhausted else CauseKind.DRIVER
+        _log.warning(
+            "event=driver_refused rank=%d call=%s pool=%s code=%d", self.rank, outcome.call, pool, outcome.code
+        )
+        free = self.free_bytes() if outcome.exhausted else 0
+        return Cause(kind, self.rank, detail, outcome.bytes, free, self._reserve_bytes)

@@ -1,0 +1,60 @@
+// Bitmap: a set of small integers with the lowest member found in a few steps, whatever the size.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvcached_dist {
+
+// Each level has one bit per non-zero word of the level below; the top level is a single word.
+class Bitmap {
+ public:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  explicit Bitmap(std::size_t size) {
+    do {
+      size = (size + kWordBits - 1) / kWordBits;
+      levels_.emplace_back(size);
+    } while (size > 1);
+  }
+
+  void set(std::size_t bit) {
+    for (auto& level : levels_) {
+      std::uint64_t& word = level[bit / kWordBits];
+      const bool was_empty = word == 0;
+      word |= std::uint64_t{1} << (bit % kWordBits);
+      if (!was_empty) return;
+      bit /= kWordBits;
+    }
+  }
+
+  void clear(std::size_t bit) {
+    for (auto& level : levels_) {
+      std::uint64_t& word = level[bit / kWordBits];
+      word &= ~(std::uint64_t{1} << (bit % kWordBits));
+      if (word != 0) return;
+      bit /= kWordBits;
+    }
+  }
+
+  [[nodiscard]] bool test(std::size_t bit) const {
+    return ((levels_[0][bit / kWordBits] >> (bit % kWordBits)) & 1U) != 0;
+  }
+
+  [[nodiscard]] std::size_t lowest() const {
+    if (levels_.empty() || levels_.back().empty() || levels_.back()[0] == 0) return kNone;
+    std::size_t at = 0;
+    for (auto level = levels_.rbegin(); level != levels_.rend(); ++level) {
+      at = at * kWordBits + static_cast<std::size_t>(std::countr_zero((*level)[at]));
+    }
+    return at;
+  }
+
+ private:
+  static constexpr std::size_t kWordBits = 64;
+  std::vector<std::vector<std::uint64_t>> levels_;
+};
+
+}  // namespace kvcached_dist

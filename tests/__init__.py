@@ -1,0 +1,1 @@
+"""Tests of kvcached_dist, in lanes; see :mod:`tests.lanes`."""

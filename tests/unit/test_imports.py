@@ -1,0 +1,180 @@
+"""The architecture as data: which component may import which, and what of others' each may import.
+
+Read from the syntax trees, so that an import inside a function counts as much as one at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "kvcached_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A part of the package.
+
+    Attributes:
+        imports: components that it may import, besides itself.
+        external: what it may import from outside, besides the standard library.
+    """
+
+    imports: tuple[str, ...] = ()
+    external: tuple[str, ...] = ()
+
+
+GROUND = ("errors", "config", "coord.core")
+BELOW_AGENT = (*GROUND, "_native", "pools", "coord.links", "admission", "faults", "snapshot")
+BELOW_COORDINATOR = (*BELOW_AGENT, "agent")
+BELOW_ENGINES = (*BELOW_COORDINATOR, "coordinator")
+
+ARCHITECTURE = {
+    "coord.core": Component(),
+    "coord.links": Component(imports=("coord.core",), external=("torch",)),
+    "coord": Component(),
+    "errors": Component(imports=("coord.core",)),
+    "config": Component(imports=("errors", "coord.core")),
+    "_native": Component(external=("numpy",)),
+    "pools": Component(imports=("_native", *GROUND), external=("torch", "numpy")),
+    "admission": Component(imports=GROUND),
+    "faults": Component(imports=GROUND),
+    "snapshot": Component(imports=GROUND),
+    "agent": Component(imports=BELOW_AGENT, external=("torch",)),
+    "coordinator": Component(imports=BELOW_COORDINATOR, external=("torch", "numpy")),
+    "engines": Component(imports=BELOW_ENGINES, external=("torch", "numpy", "sglang")),
+    "replay": Component(imports=BELOW_ENGINES, external=("torch", "numpy", "matplotlib")),
+    "chaos": Component(imports=(*BELOW_ENGINES, "replay"), external=("torch", "numpy", "ray")),
+    "cli": Component(imports=(*BELOW_ENGINES, "replay", "chaos", "engines")),
+    # The package itself only hands on public names.
+    "": Component(imports=BELOW_ENGINES),
+}
+"""Components by their name below the package; a module belongs to the longest name that it starts with."""
+
+
+def component_of(module: str) -> str | None:
+    """The component of a module of the package (name relative to the package), ``None`` where none is declared."""
+    parts = module.split(".") if module else []
+    for length in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:length])) in ARCHITECTURE:
+            return name
+    return None if parts else ""
+
+
+def modules() -> dict[str, Path]:
+    """All modules, by their name relative to the package ("" is the package)."""
+    found = {}
+    for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "coord", ("coord",))):
+        for path in [*folder.rglob("*.py"), *folder.rglob("*.pyi")]:
+            parts = (*prefix, *path.relative_to(folder).with_suffix("").parts)
+            if folder.name == PACKAGE and parts[0] == "coord":
+                continue  # the link to the other folder
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a module imports."""
+    is_package = path.stem == "__init__"
+    here = [PACKAGE, *(module.split(".") if module else [])]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = [] if not node.level else here[: len(here) - node.level + is_package]
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, alias.name])
+
+
+def target_module(name: str, known: dict[str, Path]) -> str:
+    """The module of the package that an imported absolute name lies in, relative to the package."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in known and ".".join(parts) not in ARCHITECTURE:
+        parts.pop()
+    return ".".join(parts)
+
+
+def violations(module: str, path: Path, known: dict[str, Path]) -> list[str]:
+    """What one module imports against the table."""
+    name = component_of(module)
+    if name is None:
+        return [f"{path}: module {module} is in no component of ARCHITECTURE"]
+    component, found = ARCHITECTURE[name], []
+    for line, imported in imports_of(module, path):
+        top = imported.split(".")[0]
+        if top == PACKAGE:
+            target = component_of(target_module(imported, known))
+            if target != name and target not in component.imports and not (target == "" and name == "cli"):
+                found.append(f"{path}:{line}: {name or PACKAGE} must not import {imported}")
+        elif top not in sys.stdlib_module_names and top not in component.external:
+            found.append(f"{path}:{line}: {name or PACKAGE} must not import {imported}")
+    return found
+
+
+def test_every_import_follows_the_architecture() -> None:
+    known = modules()
+    assert len(known) > 10
+    assert [text for module, path in known.items() for text in violations(module, path, known)] == []
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    while left := set(ARCHITECTURE) - done:
+        ready = {name for name in left if set(ARCHITECTURE[name].imports) <= done}
+        assert ready, f"these components import one another: {sorted(left)}"
+        done |= ready
+
+
+def test_the_protocol_core_uses_the_standard_library_only() -> None:
+    assert ARCHITECTURE["coord.core"] == Component()
+
+
+def test_coord_refers_to_itself_relatively() -> None:
+    absolute = [
+        f"{path}:{node.lineno}"
+        for path in (ROOT / "coord").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level
+        if (node.module or "").split(".")[0] in (PACKAGE, "coord")
+    ]
+    assert absolute == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "hit"),
+    [
+        ("coord.core.log", "import torch", "torch"),
+        ("coord.core.log", "def f():\n    from ..links import codec", "coord.links"),
+        ("coord.core.log", "from kvcached_dist.config import Config", "config"),
+        ("coord.links.gloo", "from ..core import types\nimport torch", None),
+        ("coord.links.gloo", "from ...agent import Agent", "agent"),
+        ("pools.specs", "from ..coord.links import gloo", "coord.links"),
+        ("pools.backing", "from .. import _native", None),
+        ("agent", "from . import coordinator", "coordinator"),
+        ("agent", "import ray", "ray"),
+        ("replay.worker", "from ..coordinator import Coordinator", None),
+        ("coordinator", "from .replay import worker", "replay"),
+        ("novelty", "import os", "no component"),
+    ],
+)
+def test_the_rule_itself(tmp_path: Path, module: str, source: str, hit: str | None) -> None:
+    path = tmp_path / f"{module.split('.')[-1]}.py"
+    path.write_text(source)
+    found = violations(module, path, modules())
+    assert [hit in text for text in found] == ([True] if hit else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "absent"), [("coord.core", "torch"), ("coord.core", "numpy"), ("errors", "torch")])
+def test_an_import_loads_nothing_heavy(module: str, absent: str) -> None:
+    code = f"import sys, {PACKAGE}.{module}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=False).returncode == 0
