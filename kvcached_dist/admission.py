@@ -106,8 +106,9 @@ class AdmissionTurn:
             os.close(fd)
 
     def close(self) -> None:
-        """Removes the lock file unless somebody holds or replaces it. May be called twice, and by others too:
-        the next turn makes the file again.
+        """Removes the lock file unless somebody holds it. May be called twice.
+
+        Other engines on the card are not disturbed: the next turn makes the file again.
         """
         self._take_back()
         self._unlink()
@@ -148,8 +149,10 @@ class AdmissionTurn:
             raise
 
     def _should_yield(self, fd: int) -> bool:
-        """Whether the last turn was ours and somebody else waits: without stepping back once, a rank that
-        comes again at once would win over those that sleep between two looks.
+        """Whether the last turn was ours and somebody else waits.
+
+        Without stepping back once, a rank that comes again at once would win over those that sleep between
+        two looks.
         """
         if _read(fd, _HOLDER_OFFSET)[1] != self._token:
             return False

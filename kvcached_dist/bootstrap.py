@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch.distributed import TCPStore
-
 from .agent import Agent
 from .coord.core.errors import ConfigError, GroupFailed, LinkDown, WaitTimeout
 from .coord.core.messages import Beat, Fail, Hello, Joined, Message, Snapshot
 from .coord.core.types import Cause, CauseKind, Epoch, Rank
+from .coord.links.bounded import Store
 from .coord.links.gloo import GlooLink
-from .coord.links.link import Link
+from .coord.links.link import Link, OnDown, OnMessage
 from .world import World
 
 LEADER = Rank(0)
@@ -25,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 
 def open_links(
-    store: TCPStore, session: int, epoch: Epoch, world: World, *, lease_s: float, timeout_s: float
+    store: Store, session: int, epoch: Epoch, world: World, *, lease_s: float, timeout_s: float
 ) -> dict[Rank, Link]:
     """Connect this rank: the leader to every follower, a follower to the leader. Collective.
 
@@ -121,7 +120,7 @@ class Inbox:
             for peer, down in self._down.items():
                 agent.on_link_down(peer, down)
 
-    def _receiver(self, peer: Rank):  # type: ignore[no-untyped-def]
+    def _receiver(self, peer: Rank) -> OnMessage:
         def on_message(message: Message) -> None:
             agent = self._agent
             if agent is None:
@@ -135,7 +134,7 @@ class Inbox:
 
         return on_message
 
-    def _mourner(self, peer: Rank):  # type: ignore[no-untyped-def]
+    def _mourner(self, peer: Rank) -> OnDown:
         def on_down(down: LinkDown) -> None:
             with self._changed:
                 self._down[peer] = down

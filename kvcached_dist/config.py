@@ -22,14 +22,13 @@ from typing import Final, Literal
 
 from .coord.core.errors import ConfigError
 from .setting_kinds import (
+    LOG_LEVEL,
     AbsolutePath,
     Bytes,
     Choice,
     EngineName,
     Fraction,
     Integer,
-    LogLevel,
-    OptionalSwitch,
     Seconds,
     Setting,
     Switch,
@@ -99,7 +98,7 @@ class Config:
     contiguous_layout: bool | None = setting_field(
         None,
         "KVCACHED_CONTIGUOUS_LAYOUT",
-        OptionalSwitch(),
+        Switch(optional=True),
         "Accepted without effect: buffers always have the engine's own layout. One warning when it is set.",
     )
     gpu_utilization: float = setting_field(
@@ -138,7 +137,7 @@ class Config:
         "Longest exchange with the store or another rank outside of a transaction.",
         "s",
     )
-    log_level: str = setting_field("INFO", "KVCACHED_LOG_LEVEL", LogLevel, "Least severe message that is logged.")
+    log_level: str = setting_field("INFO", "KVCACHED_LOG_LEVEL", LOG_LEVEL, "Least severe message that is logged.")
     physical_growth_lock_dir: str = setting_field(
         "/tmp",
         "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR",

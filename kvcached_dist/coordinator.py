@@ -28,10 +28,9 @@ from .pools.specs import StageSpec
 from .world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
     from ._native import Device
     from .config import Config
+    from .coord.links.bounded import Store
     from .faults import FaultPlan, Injector
     from .snapshot import SnapshotWriter
     from .snapshot_schema import SnapshotState
@@ -83,6 +82,7 @@ class Coordinator:
         self._leader: Leader | None = parts.agent.leader
         self._writer: SnapshotWriter | None = None
         self._step = 0
+        self._granted: list[Entry] = []
         self._closed = False
         self.domains: dict[str, Domain] = {
             spec.name: Domain(self, spec.name, index, pool, blocks)
@@ -101,7 +101,7 @@ class Coordinator:
         stage: StageSpec,
         device: Device,
         config: Config,
-        store: TCPStore | None = None,
+        store: Store | None = None,
         session: str = "kvcached",
         faults: FaultPlan | None = None,
         fence: Callable[[], Fence] | None = None,
@@ -215,7 +215,7 @@ class Coordinator:
             if ids is None:
                 require(False, "S5", f"domain {domain.name}: {count} blocks were granted and are not free")
                 continue
-            self._replica.record(OpKind.ALLOC, DomainId(domain.index), count, zlib.crc32(ids))
+            self._replica.record(OpKind.ALLOC, DomainId(domain.index), count, zlib.crc32(ids.data))
             taken[domain.name] = torch.from_numpy(ids)
         self._replica.end_op()
         return taken
@@ -238,7 +238,17 @@ class Coordinator:
                 self._leader.demand.foreground = None
                 self._agent.broadcast(mark)
                 self._agent.apply(mark)
+        self._granted.extend(mark.entries)
         return any(isinstance(entry, Grant) and entry.hit for entry in mark.entries)
+
+    def take_granted(self) -> tuple[Entry, ...]:
+        """Entries that took effect inside operations since the last call; :meth:`step` reports the others.
+
+        Threads: the scheduler thread.
+        """
+        granted = tuple(self._granted)
+        self._granted.clear()
+        return granted
 
     def _foreground(self, leader: Leader, needs: Mapping[DomainId, int]) -> bool:
         agent = self._agent
@@ -272,7 +282,7 @@ class Coordinator:
             if NULL_BLOCK in blocks[:1] or (blocks.size > 1 and bool((blocks == NULL_BLOCK).any())):
                 raise ValueError(f"domain {name}: block {NULL_BLOCK} is the null block and is never freed")
             domain.pool.free(blocks)
-            self._replica.record(OpKind.FREE, DomainId(domain.index), blocks.size, zlib.crc32(blocks))
+            self._replica.record(OpKind.FREE, DomainId(domain.index), blocks.size, zlib.crc32(blocks.data))
         self._replica.end_op()
 
     # ------------------------------------------------------------------ steps

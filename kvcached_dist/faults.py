@@ -25,9 +25,15 @@ from .fault_specs import DRIVER_CALLS, MESSAGES, POINTS, FaultPlan, FaultSpec
 class FaultHook(Protocol):
     """What the injector needs of the native fault hook of a device."""
 
-    def arm(self, call: str, nth: int, count: int = 1, delay_us: int = 0, fail: bool = True) -> None: ...
-    def clear(self) -> None: ...
-    def hits(self) -> dict[str, int]: ...
+    def arm(self, call: str, nth: int, count: int = 1, delay_us: int = 0, fail: bool = True) -> None:
+        """Lets the ``nth`` call from now on, and ``count`` in a row, fail or take ``delay_us`` longer."""
+
+    def clear(self) -> None:
+        """Switches everything off."""
+
+    def hits(self) -> dict[str, int]:
+        """How many calls were hit, by call."""
+        ...
 
 
 @dataclass

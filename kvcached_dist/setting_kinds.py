@@ -10,14 +10,16 @@ import logging
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final
 
 from .coord.core.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE | re.ASCII)
 _SIZE_SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE_END = 1 << 62
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 NAME_LENGTH_MAX = 64
 """Characters of an engine name; it becomes part of file names."""
@@ -42,48 +44,70 @@ def refuse(name: str, value: object, rule: str, example: object) -> ConfigError:
     return ConfigError(f"{name}={printable!s}: must be {rule}; for example {name}={example}")
 
 
-class Kind(Protocol):
+_REFUSED: Final = object()
+"""What a kind reads from a value that cannot be used; ``None`` may be a value."""
+
+
+class Kind(ABC):
     """A kind of setting."""
 
     @property
     def rule(self) -> str:
         """What a usable value looks like, for error texts and the documentation."""
-        ...
+        return self._rule()
 
-    def accept(self, name: str, value: object) -> object:
-        """Returns the value in force for a text or a typed value, or raises ConfigError."""
-        ...
+    def accept(self, name: str, value: object) -> Any:
+        """Reads a text or checks a typed value.
+
+        Args:
+            name: setting, for the error text.
+            value: the text of a variable, or a value of the right type.
+
+        Returns:
+            The value in force.
+
+        Raises:
+            ConfigError: names the setting, the value and a value that would work.
+        """
+        accepted = self._read(value)
+        if accepted is _REFUSED:
+            raise refuse(name, value, self.rule, self._example(value))
+        return accepted
+
+    @abstractmethod
+    def _rule(self) -> str: ...
+
+    @abstractmethod
+    def _read(self, value: object) -> object: ...
+
+    @abstractmethod
+    def _example(self, value: object) -> str: ...
 
 
 @dataclass(frozen=True)
-class Switch:
-    """On or off."""
+class Switch(Kind):
+    """On or off. Optional: ``None`` stands for "not given"."""
 
-    example: str = "1"
     empty_is_off: bool = False
-    rule: str = "one of " + ", ".join(TRUE_WORDS + FALSE_WORDS)
+    optional: bool = False
 
-    def accept(self, name: str, value: object) -> bool:
-        if isinstance(value, bool):
+    def _rule(self) -> str:
+        return "one of " + ", ".join(TRUE_WORDS + FALSE_WORDS)
+
+    def _read(self, value: object) -> object:
+        if isinstance(value, bool) or (value is None and self.optional):
             return value
         word = str(value).strip().lower()
         if word in TRUE_WORDS:
             return True
-        if word in FALSE_WORDS or (word == "" and self.empty_is_off):
-            return False
-        raise refuse(name, value, self.rule, self.example)
+        return False if word in FALSE_WORDS or (word == "" and self.empty_is_off) else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return TRUE_WORDS[0]
 
 
 @dataclass(frozen=True)
-class OptionalSwitch(Switch):
-    """On, off, or not given."""
-
-    def accept(self, name: str, value: object) -> bool | None:  # type: ignore[override]
-        return None if value is None else super().accept(name, value)
-
-
-@dataclass(frozen=True)
-class Integer:
+class Integer(Kind):
     """A whole number in a closed range, or a multiple of something."""
 
     least: int | None
@@ -91,27 +115,26 @@ class Integer:
     most: int | None = None
     multiple_of: int = 1
 
-    @property
-    def rule(self) -> str:
+    def _rule(self) -> str:
         text = "a whole number" if self.multiple_of == 1 else f"a multiple of {self.multiple_of}"
         if self.least is not None and self.most is not None:
             return f"{text} from {self.least} to {self.most}"
         return text if self.least is None else f"{text}, at least {self.least}"
 
-    def accept(self, name: str, value: object) -> int:
+    def _read(self, value: object) -> object:
         number = _whole(value)
-        if number is None or not self._in_range(number):
-            raise refuse(name, value, self.rule, self.example)
-        return number
-
-    def _in_range(self, number: int) -> bool:
+        if number is None or number % self.multiple_of:
+            return _REFUSED
         above = self.least is None or number >= self.least
         below = self.most is None or number <= self.most
-        return above and below and number % self.multiple_of == 0
+        return number if above and below else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return str(self.example)
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Kind):
     """A size in bytes; texts may carry K, M, G or T (powers of 1024)."""
 
     least: int
@@ -119,112 +142,112 @@ class Bytes:
     power_of_two: bool = False
     zero_is_none: bool = False
 
-    @property
-    def rule(self) -> str:
+    def _rule(self) -> str:
         shape = "a power of two" if self.power_of_two else "a size"
         zero = "0 (none) or " if self.zero_is_none else ""
         return f"{zero}{shape} of at least {self.least} bytes (K, M, G, T are understood)"
 
-    def accept(self, name: str, value: object) -> int:
+    def _read(self, value: object) -> object:
         size = _size(value) if isinstance(value, str) else _whole(value)
         if size == 0 and self.zero_is_none:
             return 0
-        if size is None or size < self.least or size >= 1 << 62 or (self.power_of_two and size & (size - 1)):
-            raise refuse(name, value, self.rule, self.example)
+        if size is None or not self.least <= size < _SIZE_END or (self.power_of_two and size & (size - 1)):
+            return _REFUSED
         return size
+
+    def _example(self, value: object) -> str:
+        return self.example
 
 
 @dataclass(frozen=True)
-class Seconds:
+class Seconds(Kind):
     """A finite time above zero. There is no value for "for ever": no wait is without a deadline."""
 
     example: float
     most: float = 86_400.0
 
-    @property
-    def rule(self) -> str:
+    def _rule(self) -> str:
         return f"a finite number of seconds above 0 and at most {self.most:g} (no wait is without a limit)"
 
-    def accept(self, name: str, value: object) -> float:
+    def _read(self, value: object) -> object:
         number = _real(value)
-        if number is None or not 0 < number <= self.most:
-            raise refuse(name, value, self.rule, f"{self.example:g}")
-        return number
+        return number if number is not None and 0 < number <= self.most else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return f"{self.example:g}"
 
 
 @dataclass(frozen=True)
-class Fraction:
+class Fraction(Kind):
     """A finite number in (0, 1]."""
 
     example: float
-    rule: str = "a finite number above 0 and at most 1"
 
-    def accept(self, name: str, value: object) -> float:
+    def _rule(self) -> str:
+        return "a finite number above 0 and at most 1"
+
+    def _read(self, value: object) -> object:
         number = _real(value)
-        if number is None or not 0 < number <= 1:
-            raise refuse(name, value, self.rule, f"{self.example:g}")
-        return number
+        return number if number is not None and 0 < number <= 1 else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return f"{self.example:g}"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One of some words."""
+class Choice(Kind):
+    """One of some words, in whatever case."""
 
     words: Sequence[str]
-    upper: bool = False
 
-    @property
-    def rule(self) -> str:
+    def _rule(self) -> str:
         return "one of " + ", ".join(self.words)
 
-    def accept(self, name: str, value: object) -> str:
-        word = str(value).strip()
-        word = word.upper() if self.upper else word.lower()
-        if word not in self.words:
-            raise refuse(name, value, self.rule, self.words[0])
-        return word
+    def _read(self, value: object) -> object:
+        word = str(value).strip().lower()
+        return next((known for known in self.words if known.lower() == word), _REFUSED)
+
+    def _example(self, value: object) -> str:
+        return self.words[0]
 
 
 @dataclass(frozen=True)
-class EngineName:
+class EngineName(Kind):
     """An engine name, or empty for a generated one. Used exactly as given, so nothing is replaced."""
 
-    rule: str = f"1 to {NAME_LENGTH_MAX} letters, digits, '_' or '-'"
+    def _rule(self) -> str:
+        return f"1 to {NAME_LENGTH_MAX} letters, digits, '_' or '-'"
 
-    def accept(self, name: str, value: object) -> str:
+    def _read(self, value: object) -> object:
         text = str(value)
-        if text == "":
-            return text
-        if len(text) > NAME_LENGTH_MAX or not _NAME.fullmatch(text):
-            cleaned = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[:NAME_LENGTH_MAX]
-            raise refuse(name, value, self.rule, cleaned)
-        return text
+        return text if text == "" or (len(text) <= NAME_LENGTH_MAX and _NAME.fullmatch(text)) else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return re.sub(r"[^A-Za-z0-9_-]+", "_", str(value))[:NAME_LENGTH_MAX]
 
 
 @dataclass(frozen=True)
-class AbsolutePath:
+class AbsolutePath(Kind):
     """An absolute path; whether it can be used is found where it is used."""
 
     example: str
     may_be_empty: bool = False
 
-    @property
-    def rule(self) -> str:
+    def _rule(self) -> str:
         return "an absolute path" + (", or empty for none" if self.may_be_empty else "")
 
-    def accept(self, name: str, value: object) -> str:
+    def _read(self, value: object) -> object:
         text = str(value)
         if text == "" and self.may_be_empty:
             return text
-        if not os.path.isabs(text) or "\0" in text:
-            raise refuse(name, value, self.rule, self.example)
-        return text
+        return text if os.path.isabs(text) and "\0" not in text else _REFUSED
+
+    def _example(self, value: object) -> str:
+        return self.example
 
 
-LogLevel = Choice(
-    tuple(logging.getLevelName(level) for level in (10, 20, 30, 40, 50)),
-    upper=True,
-)
+LOG_LEVEL: Final = Choice(tuple(logging.getLevelName(level) for level in (20, 10, 30, 40, 50)))
+"""A level of the logging module; the default comes first."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +295,7 @@ def parse_bytes(name: str, text: str, least: int = 1, example: str = "2G") -> in
     Raises:
         ConfigError: not a size, or too small.
     """
-    return Bytes(least, example).accept(name, text)
+    return int(Bytes(least, example).accept(name, text))
 
 
 def _size(text: str) -> int | None:
@@ -307,6 +330,7 @@ def _real(value: object) -> float | None:
 
 
 __all__ = [
+    "LOG_LEVEL",
     "NAME_LENGTH_MAX",
     "AbsolutePath",
     "Bytes",
@@ -315,8 +339,6 @@ __all__ = [
     "Fraction",
     "Integer",
     "Kind",
-    "LogLevel",
-    "OptionalSwitch",
     "Seconds",
     "Setting",
     "Switch",

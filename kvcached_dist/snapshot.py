@@ -277,8 +277,9 @@ def sweep(state_dir: str) -> SweepReport:
 
 
 def _unnamed_file(state_dir: str) -> int:
-    """A locked file of full size without a name. The memory is committed: a store into a hole of a full
-    file system would end the process with SIGBUS.
+    """A locked file of full size without a name.
+
+    Its memory is committed: a store into a hole of a full file system would end the process with SIGBUS.
     """
     fd = os.open(state_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

@@ -28,8 +28,7 @@ from .pools.backing import StageBacking
 from .snapshot import unique_name
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
+    from .coord.links.bounded import Store
     from ._native import BlockPool, Device
     from .config import Config
     from .faults import FaultPlan
@@ -96,7 +95,7 @@ def assemble(
     stage: StageSpec,
     device: Device,
     config: Config,
-    store: TCPStore | None,
+    store: Store | None,
     session: str,
     faults: FaultPlan | None,
     fence: Callable[[], Fence] | None,
@@ -115,7 +114,8 @@ def assemble(
         name = config.ipc_name or unique_name()
         hello = _hello(stage, device, config, physical)
         if store is None or world.size == 1:
-            blocks, hellos = hello.domain_blocks, {}
+            blocks: tuple[int, ...] = hello.domain_blocks
+            hellos: dict[Rank, Hello] = {}
         else:
             number = agree_session(store, session, world.rank == LEADER, config.start_timeout_s)
             name = config.ipc_name or f"engine-{number:016x}"
@@ -204,6 +204,11 @@ def _build(
         leader = Leader(FIRST_EPOCH, policy_of(config), replica, pages, peers, now)
     injector = Injector(faults, rank, config.fault_journal)
     on_beat: list[Callable[[], None]] = []
+
+    def call_all() -> None:
+        for call in on_beat:
+            call()
+
     agent = Agent(
         rank=rank,
         epoch=FIRST_EPOCH,
@@ -215,7 +220,7 @@ def _build(
         timing=Timing(config.beat_s, config.lease_s),
         faults=injector if injector.active else None,
         make_fence=fence or _default_fence(device),
-        on_beat=lambda: [call() for call in on_beat] and None,
+        on_beat=call_all,
     )
     return Parts(world, stage, config, device, name, backing, physical, injector, blocks, pools, agent, inbox, on_beat)
 

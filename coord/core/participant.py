@@ -18,8 +18,10 @@ adopt them, or a logged retirement may give them back.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from .effects import Effect, Note, Send, TakeFence, Work, WorkDone, WorkKind
 from .invariants import require
@@ -433,7 +435,7 @@ def _names(runs: tuple[Run, ...]) -> str:
     return " ".join(str(run) for run in runs)
 
 
-_HANDLERS: dict[type[TxnMessage], object] = {
+_HANDLERS: dict[type[TxnMessage], Callable[[Participant, Any], None]] = {
     Reserve: Participant._on_reserve,
     Abort: Participant._on_abort,
     Map: Participant._on_map,

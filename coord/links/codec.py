@@ -17,7 +17,7 @@ the size. The bytes used are a header, a piece of the payload and padding whose 
         50     2  parts of the message
         52     4  payload bytes in this frame
         56     4  crc32 of the header before this field, then of the payload
-        60     4  reserved, zero
+        60     4  layout: crc32 of the description of all messages, different between releases that differ
 
 A message longer than one frame travels as a chain of parts, one after the other on the same link.
 
@@ -38,7 +38,7 @@ from typing import Any, Final
 from ..core import messages as m
 from ..core.messages import Message, TxnMessage
 from ..core.types import Epoch, Txn
-from .wire import Reader, Record
+from .wire import Reader, Record, layout_text
 
 FRAME_BYTES: Final = 4096
 """Size of every frame on every link."""
@@ -89,6 +89,9 @@ KINDS: Final[Mapping[int, type[Message]]] = {
 """Number of each message on the wire. Numbers are never given to something else."""
 
 _RECORDS: Final = {number: Record(kind, skip=("epoch", "txn")) for number, kind in KINDS.items()}
+LAYOUT: Final = zlib.crc32(layout_text(_RECORDS).encode("utf-8"))
+"""Stands for the fields of all messages in the header of every frame."""
+
 _NUMBERS: Final = {kind: number for number, kind in KINDS.items()}
 
 
@@ -231,7 +234,7 @@ class Encoder:
         )
         self._sequence += 1
         checksum = zlib.crc32(payload, zlib.crc32(header))
-        return b"".join((header, _TRAILER.pack(checksum, 0), payload))
+        return b"".join((header, _TRAILER.pack(checksum, LAYOUT), payload))
 
 
 class Decoder:
@@ -287,7 +290,7 @@ class Decoder:
             return None
         view = memoryview(frame)
         payload = view[HEADER_BYTES : HEADER_BYTES + size]
-        checksum, reserved = _TRAILER.unpack_from(frame, _HEADER.size)
+        checksum, layout = _TRAILER.unpack_from(frame, _HEADER.size)
         if zlib.crc32(payload, zlib.crc32(view[: _HEADER.size])) != checksum:
             counters.corrupt += 1
             return None
@@ -297,8 +300,8 @@ class Decoder:
         if acknowledged > self.acknowledged:
             self.acknowledged = acknowledged
         try:
-            if flags or reserved:
-                raise ValueError("reserved bits are set; the peer speaks a newer format")
+            if layout != LAYOUT or flags:
+                raise ValueError("the peer runs another release: install the same one on all ranks")
             return self._take(number, txn, part, parts, payload)
         except (ValueError, struct.error) as error:
             counters.malformed += 1
@@ -372,6 +375,7 @@ __all__ = [
     "FRAME_BYTES",
     "HEADER_BYTES",
     "KINDS",
+    "LAYOUT",
     "PARTS_MAX",
     "PAYLOAD_BYTES_MAX",
     "DecodeCounters",

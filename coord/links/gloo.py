@@ -164,6 +164,7 @@ class GlooLink:
         return LinkStats(
             messages_sent=self._messages_sent,
             frames_sent=self._posted,
+            outbox_frames=len(self._outbox),
             outbox_frames_peak=self._outbox_peak,
             stale_dropped=self._stale_dropped,
             received=self._decoder.counters.copy(),
@@ -176,7 +177,7 @@ class GlooLink:
                 raise RuntimeError(f"link to rank {self._peer} was started before")
             if self._down is not None:
                 raise _again(self._down)
-            name = f"kvcached-link-{self._peer}"
+            name = f"kvcached-link-{self._peer}-epoch-{self._epoch}"
             self._writer = threading.Thread(target=self._write, name=f"{name}-writer", daemon=True)
             self._reader = threading.Thread(
                 target=self._run, args=(on_message, on_down), name=f"{name}-reader", daemon=True

@@ -45,6 +45,7 @@ class LinkStats:
     Attributes:
         messages_sent: messages accepted by ``send``.
         frames_sent: frames handed to the transport.
+        outbox_frames: frames that wait now because the peer takes none.
         outbox_frames_peak: most frames that waited at once.
         stale_dropped: messages of an older epoch given to ``send``; they are not sent (S8).
         received: what the decoder saw and dropped.
@@ -52,6 +53,7 @@ class LinkStats:
 
     messages_sent: int
     frames_sent: int
+    outbox_frames: int
     outbox_frames_peak: int
     stale_dropped: int
     received: DecodeCounters

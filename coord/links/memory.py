@@ -79,6 +79,7 @@ class MemoryLink:
         return LinkStats(
             messages_sent=self._messages_sent,
             frames_sent=self._encoder.sequence,
+            outbox_frames=len(self._other._inbox),
             outbox_frames_peak=self._outbox_peak,
             stale_dropped=self._stale_dropped,
             received=self._decoder.counters.copy(),

@@ -1,8 +1,8 @@
 """Bytes of the parts that messages are made of: integers, texts, runs, causes, entries, marks.
 
 A :class:`Field` knows how one value is written and read. A :class:`Record` is a dataclass on the wire;
-messages, entries and causes are records, so adding one means adding a table line, and a changed field
-changes the format: raise ``codec.VERSION`` with it.
+messages, entries and causes are records, so adding one means adding a table line. How a record is laid
+out follows from its declaration; :func:`layout_text` describes it, so that two releases notice.
 Everything is little-endian and built with :mod:`struct`. Reading raises ``ValueError`` (or
 ``struct.error``) for any bytes that no writer produces, and nothing else: the decoder relies on it.
 """
@@ -225,7 +225,7 @@ class Record:
         special: fields whose bytes differ from what their type says.
     """
 
-    __slots__ = ("fields", "kind")
+    __slots__ = ("fields", "kind", "layout")
 
     def __init__(self, kind: type[Any], /, skip: Collection[str] = (), **special: Field) -> None:
         self.kind = kind
@@ -235,6 +235,8 @@ class Record:
             for field in dataclass_fields(kind)
             if field.name not in skip
         )
+        declared = ", ".join(f"{field.name}: {field.type}" for field in dataclass_fields(kind))
+        self.layout = f"{kind.__name__}({declared})"
 
     def write(self, out: bytearray, value: Any) -> None:
         """Append the fields of ``value``."""
@@ -255,6 +257,13 @@ def _field_of(kind: type[Any], name: str, hint: Any) -> Field:
     if field is None:
         raise TypeError(f"{kind.__name__}.{name}: values of type {hint} have no bytes on the wire")
     return field
+
+
+def layout_text(records: Mapping[int, Record]) -> str:
+    """The layout of numbered records in words, the nested ones included."""
+    nested = (_CAUSE_RECORD, _MARK_RECORD)
+    numbered = [f"{number} {record.layout}" for number, record in (*records.items(), *ENTRIES.items())]
+    return "; ".join([*numbered, *(record.layout for record in nested)])
 
 
 def record_field(record: Record) -> Field:
@@ -287,7 +296,8 @@ _FIELD_OF_TYPE: Final[dict[Any, Field]] = {
     tuple[Run, ...]: Field(_write_runs, _read_runs),
     tuple[SnapshotRun, ...]: Field(_write_snapshot_runs, _read_snapshot_runs),
 }
-_CAUSE: Final = record_field(Record(Cause, detail=Field(_write_detail, _text_reader(DETAIL_BYTES_MAX))))
+_CAUSE_RECORD: Final = Record(Cause, detail=Field(_write_detail, _text_reader(DETAIL_BYTES_MAX)))
+_CAUSE: Final = record_field(_CAUSE_RECORD)
 _FIELD_OF_TYPE[Cause] = _CAUSE
 _FIELD_OF_TYPE[Cause | None] = optional_field(_CAUSE)
 
@@ -330,7 +340,8 @@ def _read_entries(reader: Reader) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-MARK: Final = record_field(Record(Mark, digest=DIGEST, entries=Field(_write_entries, _read_entries)))
+_MARK_RECORD: Final = Record(Mark, digest=DIGEST, entries=Field(_write_entries, _read_entries))
+MARK: Final = record_field(_MARK_RECORD)
 """A mark; its ``epoch`` is informative and may differ from the epoch of the link (rule M1)."""
 
 _FIELD_OF_TYPE[Mark] = MARK
@@ -367,6 +378,7 @@ __all__ = [
     "Reader",
     "Record",
     "cut_utf8",
+    "layout_text",
     "mark_bytes",
     "mark_from_bytes",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .. import _native
 from ..coord.core.types import Run, Txn
@@ -173,7 +174,7 @@ class StageBacking:
     def _reservation(self, index: int) -> torch.Tensor:
         if index not in self._storage:
             if self.layouts[index].reservation_bytes:
-                self._storage[index] = torch.from_dlpack(self.native.array(index))
+                self._storage[index] = from_dlpack(self.native.array(index))
             else:
                 self._storage[index] = torch.empty(0, dtype=torch.uint8)
         return self._storage[index]

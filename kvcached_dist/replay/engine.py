@@ -156,7 +156,8 @@ class Engine:
         self.clock.advance(batch.prefill_tokens)
         self._stalls_ms.append(self.store.waited_s * 1e3)
         self._observe()
-        if self._idle and report.settled and self.step > self._idle_since + 1:
+        # A paced run lives through its pauses: jumping would leave the others waiting for a mark.
+        if self._idle and report.settled and self.step > self._idle_since + 1 and self._speed is None:
             arrival = self.scheduler.next_arrival_us
             if arrival is not None:
                 self.clock.jump(arrival)
@@ -181,8 +182,8 @@ class Engine:
     def _pace(self, batch: Batch) -> None:
         if self._speed is not None:
             ahead = self._started + self.clock.now_us / 1e6 / self._speed - time.monotonic()
-            # Never longer than a beat would notice: a paced engine still steps.
-            time.sleep(min(max(0.0, ahead), 0.05))
+            # Followers wait for the next mark no longer than a lease.
+            time.sleep(min(max(0.0, ahead), self.coordinator.config.lease_s / 4))
         elif batch.short:
             time.sleep(SHORT_PAUSE_S)
         elif self._idle:

@@ -40,8 +40,9 @@ class Backing::Operation {
     outcome_.bytes = range.bytes;
     const std::string cause =
         result.status == Status::kInjected ? "injected fault" : backing_.device_->explain(result.code);
-    outcome_.detail = "pool '" + backing_.pools_[pool]->geometry.name + "': " + std::string(name_of(result.call)) + " of " +
-                      std::to_string(range.bytes) + " bytes at offset " + std::to_string(range.offset) + ": " + cause;
+    outcome_.detail = "pool '" + backing_.pools_[pool]->geometry.name + "': " + std::string(name_of(result.call)) +
+                      " of " + std::to_string(range.bytes) + " bytes at offset " + std::to_string(range.offset) + ": " +
+                      cause;
   }
 
   void add_detail(const std::string& text) { outcome_.detail += text; }
@@ -101,8 +102,7 @@ void Backing::reserve_addresses() {
     const Result result = device_->reserve(bytes, base);
     if (!result.ok()) {
       for (const auto& earlier : pools_) free_addresses(*earlier);
-      const std::string cause =
-          result.status == Status::kInjected ? "injected fault" : device_->explain(result.code);
+      const std::string cause = result.status == Status::kInjected ? "injected fault" : device_->explain(result.code);
       throw std::runtime_error("pool '" + pool->geometry.name + "': cannot reserve " + std::to_string(bytes) +
                                " bytes of address space: " + cause);
     }
@@ -280,7 +280,8 @@ Outcome Backing::map(const Runs& runs) {
     if (record == nullptr) return operation.refused(Call::kMap, "run " + to_string(run) + " is not reserved");
     for (const PoolPart& part : record->parts) {
       if (!std::ranges::all_of(part.extents.shares(), &Share::holds)) {
-        return operation.refused(Call::kMap, "run " + to_string(run) + " has extents without a handle; reserve it again");
+        return operation.refused(Call::kMap,
+                                 "run " + to_string(run) + " has extents without a handle; reserve it again");
       }
       const Pool& pool = *pools_[part.pool];
       pool.geometry.append_fills(run, pool.table.base(), fills);

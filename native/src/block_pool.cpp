@@ -101,9 +101,8 @@ void BlockPool::retire(std::int64_t first_page, std::int64_t count) {
   for (std::int64_t page = first_page; page < first_page + count; ++page) {
     const std::int32_t free = free_counts_[index(page)];
     if (free == blocks_per_page_) continue;
-    const std::string why = free == kUnpublished
-                                ? " is not published"
-                                : " has " + std::to_string(blocks_per_page_ - free) + " blocks in use";
+    const std::string why = free == kUnpublished ? " is not published"
+                                                 : " has " + std::to_string(blocks_per_page_ - free) + " blocks in use";
     throw std::invalid_argument("page " + std::to_string(page) + " of " + name_of_run(first_page, count) + why);
   }
   for (std::int64_t page = first_page; page < first_page + count; ++page) {

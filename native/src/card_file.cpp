@@ -115,7 +115,7 @@ std::unique_ptr<CardFile> CardFile::join(const std::string& path, std::uint64_t 
   const FileLock lock(card->fd_);
   if (!lock.held()) return failed(std::string("cannot be locked: ") + std::strerror(lock.error()));
 
-  struct stat info {};
+  struct stat info{};
   if (::fstat(card->fd_, &info) != 0 || !S_ISREG(info.st_mode)) return failed("is not a regular file");
   const bool fresh = info.st_size == 0;
   if (!fresh && info.st_size != static_cast<off_t>(sizeof(Layout))) return failed("is not a card file");

@@ -128,8 +128,7 @@ void CudaDevice::stop() {
 Result CudaDevice::memory_info(MemoryInfo& info) {
   std::size_t free_bytes = 0;
   std::size_t total_bytes = 0;
-  const Result result =
-      Current(*this).run([&](const auto& cu) { return cu.mem_get_info(&free_bytes, &total_bytes); });
+  const Result result = Current(*this).run([&](const auto& cu) { return cu.mem_get_info(&free_bytes, &total_bytes); });
   info = {.free_bytes = free_bytes, .total_bytes = total_bytes};
   return result;
 }
@@ -138,8 +137,8 @@ std::string CudaDevice::explain(int code) const { return cuda::error_name(*drive
 
 Result CudaDevice::do_reserve(std::uint64_t bytes, Address& address) {
   cuda::CUdeviceptr start = 0;
-  const Result result = Current(*this).run(
-      [&](const auto& cu) { return cu.mem_address_reserve(&start, bytes, granule_bytes(), 0, 0); });
+  const Result result =
+      Current(*this).run([&](const auto& cu) { return cu.mem_address_reserve(&start, bytes, granule_bytes(), 0, 0); });
   if (result.ok()) address = start;
   return result;
 }

@@ -18,7 +18,9 @@ constexpr std::uint64_t kReservationBytesMax = std::uint64_t{1} << 47U;
 
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
-std::string name_of(const ByteRange& range) { return "[" + text(range.offset).append(", +").append(text(range.bytes)) + ")"; }
+std::string name_of(const ByteRange& range) {
+  return "[" + text(range.offset).append(", +").append(text(range.bytes)) + ")";
+}
 
 }  // namespace
 

@@ -88,7 +88,7 @@ Result HostDevice::memory_info(MemoryInfo& info) {
 std::string HostDevice::explain(int code) const { return code == 0 ? "no error" : std::strerror(code); }
 
 std::uint64_t HostDevice::resident_bytes() const {
-  struct stat info {};
+  struct stat info{};
   return ::fstat(memfd_, &info) == 0 ? static_cast<std::uint64_t>(info.st_blocks) * kBlockBytes : 0;
 }
 
@@ -221,8 +221,8 @@ Result HostDevice::do_unmap(Address address, std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto found = mappings_.find(address);
   if (found == mappings_.end() || found->second.bytes != bytes) return invalid();
-  void* blank = ::mmap(pointer(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-                       -1, 0);
+  void* blank =
+      ::mmap(pointer(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (blank == MAP_FAILED) return driver_error(errno);
   allocations_[found->second.handle].mapped = false;
   mappings_.erase(found);

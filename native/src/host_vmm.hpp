@@ -22,8 +22,7 @@ class HostDevice final : public Device {
  public:
   // `card_file` may be empty: then the capacity is this device's alone. Throws std::invalid_argument or
   // std::system_error; start-up is the only place where a device may throw.
-  HostDevice(std::uint64_t capacity_bytes, std::uint64_t granule_bytes, std::string card,
-             const std::string& card_file);
+  HostDevice(std::uint64_t capacity_bytes, std::uint64_t granule_bytes, std::string card, const std::string& card_file);
   ~HostDevice() override;
   HostDevice(const HostDevice&) = delete;
   HostDevice& operator=(const HostDevice&) = delete;

@@ -30,7 +30,7 @@ using PyFill = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;
 using PyTotals = std::map<std::string, std::uint64_t>;
 using Blocks = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using NumpyBlocks = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-using ByteArray = nb::ndarray<std::uint8_t, nb::ndim<1>>;
+using ByteArray = nb::ndarray<nb::array_api, std::uint8_t, nb::ndim<1>>;
 
 Backing::Runs runs_from(const PyRuns& runs) {
   Backing::Runs converted;
@@ -132,7 +132,7 @@ ByteArray array_of(const nb::object& self, std::int64_t index) {
 }
 
 std::vector<std::tuple<std::uint64_t, std::uint64_t, std::string, std::uint32_t>> extents_of(Backing& backing,
-                                                                                            std::int64_t pool) {
+                                                                                             std::int64_t pool) {
   const std::size_t index = checked_pool(backing, pool);
   std::vector<Backing::ExtentView> views;
   {
@@ -176,8 +176,7 @@ std::optional<NumpyBlocks> alloc(BlockPool& pool, std::int64_t count) {
   auto blocks = std::make_unique_for_overwrite<std::int64_t[]>(size);  // NOLINT(cppcoreguidelines-avoid-c-arrays)
   pool.alloc({blocks.get(), size});
   std::int64_t* data = blocks.get();
-  const nb::capsule owner(blocks.release(),
-                          [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
+  const nb::capsule owner(blocks.release(), [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
   return NumpyBlocks(data, {size}, owner);
 }
 
@@ -212,10 +211,12 @@ void bind_devices(nb::module_& m) {
       .def_prop_ro("ordinal", &Device::ordinal)
       .def_prop_ro("card_id", &Device::card_id)
       .def_prop_ro("faults", &Device::faults, nb::rv_policy::reference_internal)
-      .def("total_bytes", [](Device& device) { return memory_of(device).total_bytes; },
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("free_bytes", [](Device& device) { return memory_of(device).free_bytes; },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "total_bytes", [](Device& device) { return memory_of(device).total_bytes; },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "free_bytes", [](Device& device) { return memory_of(device).free_bytes; },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Device::counters);
 
   nb::class_<HostDevice, Device>(m, "HostDevice", "A card of host memory with the rules of the CUDA driver.")

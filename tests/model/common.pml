@@ -13,6 +13,9 @@
 #define BIT(x) (1 << (x))
 #define HAS(set, x) (((set) >> (x)) & 1)
 
+#ifdef SHORTEST
+#define hidden      /* breadth-first search, for shortest counterexamples, knows no hidden variables */
+#endif
 hidden byte S1;     /* no two ranks take different verdicts for one transaction */
 hidden byte S2;     /* publish implies MAPPED from every rank, of that epoch and transaction */
 hidden byte S3;     /* a published run is mapped on every live rank */

@@ -222,6 +222,10 @@ inline give_back(m) {
     m = 0
 }
 
+#define SILENT(r) ((phase == VOTING || phase == MAPPING) && !HAS(yes | no, r))
+#define ASKABLE(r) (SILENT(r) && !HAS(asked, r) && unreplied[r] < QUERIES)
+#define UNHEARD(r) (SILENT(r) && HAS(asked, r) && empty(query[r]) && !up[r]??[1, eval(txn), _])
+
 proctype Leader() {
     byte x, m;
     do
@@ -252,19 +256,19 @@ proctype Leader() {
     :: d_step { LOCAL_DONE && phase == VOTING -> abort_all() }
 #endif
 #ifdef LOSS
-    /* The deadline again: ask each silent rank, and again when no reply came in time. */
-    :: atomic { LOCAL_DONE && (phase == VOTING || phase == MAPPING) ->
+    /* The deadline: ask each silent rank; ask again, or give up, when no reply came in time. */
+    :: atomic { LOCAL_DONE && (ASKABLE(0) || ASKABLE(1) || ASKABLE(2)) ->
         if
-        :: !HAS(yes | no, 0) && !HAS(asked, 0) && unreplied[0] < QUERIES -> m = 0
-        :: !HAS(yes | no, 1) && !HAS(asked, 1) && unreplied[1] < QUERIES -> m = 1
-        :: !HAS(yes | no, 2) && !HAS(asked, 2) && unreplied[2] < QUERIES -> m = 2
+        :: ASKABLE(0) -> m = 0
+        :: ASKABLE(1) -> m = 1
+        :: ASKABLE(2) -> m = 2
         fi;
         query[m]!txn; flying[txn]++; asked = asked | BIT(m); unreplied[m]++; m = 0 }
-    :: atomic { LOCAL_DONE && (phase == VOTING || phase == MAPPING) ->
+    :: atomic { LOCAL_DONE && (UNHEARD(0) || UNHEARD(1) || UNHEARD(2)) ->
         if
-        :: HAS(asked, 0) && empty(query[0]) && !up[0]??[1, eval(txn), _] -> m = 0
-        :: HAS(asked, 1) && empty(query[1]) && !up[1]??[1, eval(txn), _] -> m = 1
-        :: HAS(asked, 2) && empty(query[2]) && !up[2]??[1, eval(txn), _] -> m = 2
+        :: UNHEARD(0) -> m = 0
+        :: UNHEARD(1) -> m = 1
+        :: UNHEARD(2) -> m = 2
         fi;
         if
         :: unreplied[m] >= QUERIES && phase == MAPPING -> phase = FAILED

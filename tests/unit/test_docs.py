@@ -58,6 +58,7 @@ def commands(path: Path) -> list[str]:
 def tool_help(*subcommand: str) -> str:
     result = subprocess.run(
         [Path(sys.executable).with_name("kvcached-dist"), *subcommand, "--help"],
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=50,

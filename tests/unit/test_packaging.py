@@ -64,7 +64,8 @@ def test_the_licence_is_named_and_there() -> None:
 
 def test_every_pin_that_is_needed_exists() -> None:
     pins = re.findall(r"^([A-Za-z0-9.-]+)==", (ROOT / "scripts" / "constraints.txt").read_text(), flags=re.MULTILINE)
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(name for extra in ("chaos", "dev", "plot", "test") for name in extras[extra])]
     wanted += tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     names = {re.split(r"[\s<>=!~;\[]", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     assert names - set(pins) - {DISTRIBUTION} == set()

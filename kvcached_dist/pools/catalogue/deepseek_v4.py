@@ -236,7 +236,7 @@ PRO = CompressedConfig((128, 128, *(4, 128) * 29, 4))
 """DeepSeek-V4-Pro: 61 layers; two C128 ones, then C4 and C128 in turn (30 and 31)."""
 
 TINY = CompressedConfig((0, 0, 4, 128, 4, 128, 4, 128), nope_head_dim=64, rope_head_dim=16)
-"""Eight small layers of the same families; no stride divides 4 KiB."""
+"""Eight small layers of the same families; strides of KV, indexer and C4 state are no multiples of 4 KiB."""
 
 register("deepseek-v4-flash", compressed, FLASH)
 register("deepseek-v4-pro", compressed, PRO)

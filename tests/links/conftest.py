@@ -1,0 +1,147 @@
+"""Stores, peers and ends of links for the tests of this folder."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcached_dist.coord.core.errors import LinkDown
+from kvcached_dist.coord.core.messages import Beat, Message
+from kvcached_dist.coord.core.types import Epoch, Rank, Txn
+from kvcached_dist.coord.links.gloo import GlooLink
+from kvcached_dist.coord.links.link import Link
+from kvcached_dist.coord.links.store import connect_store
+from tests.links.peer import BEAT_S, LEASE_S, PeerProcess
+
+_sessions = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def store() -> Any:
+    """A store whose server runs in this process."""
+    return connect_store("127.0.0.1", 0, True, 2, 10.0)
+
+
+@pytest.fixture
+def session() -> int:
+    """A session id that no other test uses."""
+    return next(_sessions)
+
+
+@pytest.fixture(scope="module")
+def gentle_peer(store: Any) -> Iterator[PeerProcess]:
+    """A peer that every test of the module leaves as it found it."""
+    peer = PeerProcess()
+    peer.connect(store.port)
+    yield peer
+    peer.end()
+
+
+@pytest.fixture
+def new_peer(store: Any) -> Iterator[Callable[..., PeerProcess]]:
+    """Starts peers that are connected to the store and end with the test."""
+    peers: list[PeerProcess] = []
+
+    def start(*, connect: bool = True, **environment: str) -> PeerProcess:
+        peer = PeerProcess(**environment)
+        peers.append(peer)
+        if connect:
+            peer.connect(store.port)
+        return peer
+
+    yield start
+    for peer in peers:
+        peer.end()
+
+
+class End:
+    """This process's end of a link, with what arrived at it."""
+
+    def __init__(self, link: Link, *, beat: bool = True, start: bool = True) -> None:
+        self.link = link
+        self.messages: list[Message] = []
+        self.downs: list[tuple[float, LinkDown]] = []
+        self._changed = threading.Condition()
+        self._beater = threading.Thread(target=self._beat, daemon=True)
+        self._beats = beat
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Start the link and its beats."""
+        self.link.start(self.on_message, self.on_down)
+        if self._beats:
+            self._beater.start()
+
+    def _beat(self) -> None:
+        while self.link.down is None:
+            try:
+                self.link.send(Beat(self.link.epoch, 0, (), 0, Txn(0)))
+            except LinkDown:
+                return
+            time.sleep(BEAT_S)
+
+    def on_message(self, message: Message) -> None:
+        if not isinstance(message, Beat):
+            with self._changed:
+                self.messages.append(message)
+                self._changed.notify_all()
+
+    def on_down(self, down: LinkDown) -> None:
+        with self._changed:
+            self.downs.append((time.monotonic(), down))
+            self._changed.notify_all()
+
+    def wait_for(self, count: int, timeout_s: float = 10.0) -> list[Message]:
+        """Wait until so many messages other than beats have arrived."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.messages) >= count, timeout_s), (
+                f"{len(self.messages)} of {count} messages after {timeout_s} s, link down: {self.link.down}"
+            )
+            return list(self.messages)
+
+    def wait_down(self, timeout_s: float = 5.0) -> tuple[float, LinkDown]:
+        """Wait for ``on_down``; returns when it came and what it said."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.downs), timeout_s), f"not down after {timeout_s} s"
+            return self.downs[0]
+
+    def finish(self) -> None:
+        """Close and see that no thread stays."""
+        self.link.close()
+        if self._beater.is_alive():
+            self._beater.join(2)
+        prefix = f"kvcached-link-{self.link.peer}-epoch-{self.link.epoch}-"
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+@pytest.fixture
+def lead(store: Any, session: int) -> Iterator[Callable[..., End]]:
+    """Opens the leader's end towards a peer."""
+    ends: list[End] = []
+
+    def open_end(peer: PeerProcess, *, epoch: int = 1, follower: int = 1, lease_s: float = LEASE_S, **more: Any) -> End:
+        peer.open(session=session, epoch=epoch, follower=follower, lease_s=lease_s, **more)
+        link = GlooLink.open(
+            store,
+            session=session,
+            epoch=Epoch(epoch),
+            rank=Rank(0),
+            leader=Rank(0),
+            follower=Rank(follower),
+            lease_s=lease_s,
+            connect_s=10.0,
+        )
+        end = End(link)
+        ends.append(end)
+        peer.expect("opened")
+        return end
+
+    yield open_end
+    for end in ends:
+        end.finish()
