@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         InvariantViolation,
         KVDistError,
         LinkDown,
+        RankLost,
         WaitTimeout,
     )
     from .pools.specs import DomainSpec, ModelSpec, PoolSpec, StageSpec
@@ -53,6 +54,7 @@ _HOME = {
             "InvariantViolation",
             "KVDistError",
             "LinkDown",
+            "RankLost",
             "WaitTimeout",
         ),
         "errors",
@@ -87,6 +89,7 @@ __all__ = [
     "LinkDown",
     "ModelSpec",
     "PoolSpec",
+    "RankLost",
     "StageSpec",
     "StepReport",
     "WaitTimeout",

@@ -41,10 +41,10 @@ _WAITER_OFFSET: Final = _RECORD.size
 _MODE: Final = 0o660
 POLL_S: Final = 0.001
 """How often a waiter looks; up to half of it again is added as jitter."""
-YIELD_S: Final = 2 * POLL_S
-"""How long the last holder steps back when somebody waits: a little more than the longest pause of a waiter."""
-_WAITER_FRESH_NS: Final = 3_000_000
-"""A waiter that has looked within this time still waits: at most two pauses."""
+YIELD_S: Final = 10 * POLL_S
+"""How long the last holder steps back at most for somebody who waits; less as soon as they have had their turn."""
+_WAITER_FRESH_NS: Final = 20_000_000
+"""A waiter that has looked within this time still waits, even if it is slow to be scheduled."""
 _PID_MAX: Final = 1 << 22
 _SETTING: Final = "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR"
 
@@ -128,8 +128,7 @@ class AdmissionTurn:
         deadline = started + max(0.0, deadline_s)
         fd = self._open()
         try:
-            if self._should_yield(fd):
-                self._sleep(min(YIELD_S, max(0.0, deadline - self._clock())))
+            self._step_back(fd, min(started + YIELD_S, deadline))
             while True:
                 if _try_lock(fd):
                     if self._is_current(fd):
@@ -141,6 +140,8 @@ class AdmissionTurn:
                     continue
                 now = self._clock()
                 if now >= deadline:
+                    if _read(fd, _WAITER_OFFSET)[0] == self._token:
+                        _write(fd, _WAITER_OFFSET, 0, 0)
                     raise self._timeout(fd, now - started)
                 _write(fd, _WAITER_OFFSET, self._token, time.monotonic_ns())
                 self._sleep(min(POLL_S * (1 + self._random.random() / 2), deadline - now))
@@ -148,16 +149,15 @@ class AdmissionTurn:
             os.close(fd)
             raise
 
-    def _should_yield(self, fd: int) -> bool:
-        """Whether the last turn was ours and somebody else waits.
+    def _step_back(self, fd: int, until: float) -> None:
+        """Lets somebody who waits go first, once, when the last turn was ours.
 
-        Without stepping back once, a rank that comes again at once would win over those that sleep between
-        two looks.
+        Without it a rank that comes again at once wins over those that sleep between two looks.
         """
-        if _read(fd, _HOLDER_OFFSET)[1] != self._token:
-            return False
         waiter, looked_ns = _read(fd, _WAITER_OFFSET)
-        return waiter not in (0, self._token) and 0 <= time.monotonic_ns() - looked_ns <= _WAITER_FRESH_NS
+        waits = waiter not in (0, self._token) and 0 <= time.monotonic_ns() - looked_ns <= _WAITER_FRESH_NS
+        while waits and _read(fd, _HOLDER_OFFSET)[1] == self._token and self._clock() < until:
+            self._sleep(POLL_S)
 
     def _timeout(self, fd: int, waited_s: float) -> WaitTimeout:
         pid = _read(fd, _HOLDER_OFFSET)[0]

@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from .coord.core.effects import Effect, GroupDown, Note, Send, TakeFence, Work, WorkDone, WorkKind
+from .coord.core.effects import Effect, EpochDown, GroupDown, Note, Send, TakeFence, Work, WorkDone, WorkKind
 from .coord.core.entries import Entry, Mark, PositionKind, Publish, Retire, Unretire
-from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown
+from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown, RankLost, WaitTimeout
 from .coord.core.leader import Leader
-from .coord.core.messages import ANSWERS, Beat, Bye, Fail, MarkMessage, Message, State, TxnMessage
+from .coord.core.messages import ANSWERS, Beat, Bye, Fail, MarkMessage, Message, Reform, State, TxnMessage
 from .coord.core.participant import Participant
 from .coord.core.replica import Replica
-from .coord.core.types import Cause, CauseKind, Epoch, Rank, Run, Tick, Txn
+from .coord.core.types import Cause, CauseKind, Epoch, Rank, Tick, Txn
 from .coord.links.link import Link
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,6 @@ class Agent:
         epoch: epoch of the links.
         replica: logical state.
         participant: physical state.
-        leader: the leader's machine, on rank 0.
         links: to every follower on rank 0, to the leader elsewhere; empty for a world of one.
         worker: performs driver work.
         timing: beat and lease.
@@ -127,7 +126,6 @@ class Agent:
         epoch: Epoch,
         replica: Replica,
         participant: Participant,
-        leader: Leader | None,
         links: Mapping[Rank, Link],
         worker: Worker,
         timing: Timing,
@@ -139,7 +137,8 @@ class Agent:
         self.epoch = epoch
         self.replica = replica
         self.participant = participant
-        self.leader = leader
+        self.leader: Leader | None = None
+        """The leader's machine; rank 0 gets it when every rank has joined the epoch."""
         self.timing = timing
         self.step_done = 0
         self.lag_steps_max = 0
@@ -151,6 +150,7 @@ class Agent:
         self._make_fence = make_fence
         self._on_beat = on_beat
         self._failure: GroupFailed | None = None
+        self._lost: Cause | None = None
         self._marks: deque[Mark] = deque()
         self._newest_step = 0
         self._fences: list[tuple[Txn, Fence, int]] = []
@@ -180,20 +180,38 @@ class Agent:
         """
         if self._closing.is_set():
             return
+        if self._failure is None and self._lost is None:
+            self._say_goodbye(wait_s)
+        self.stop(wait_s)
+
+    def _say_goodbye(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         with self.changed:
             for link in self._links.values():
                 self._send_on(link, Bye(self.epoch))
             while self._failure is None and self._left != set(self._links) and time.monotonic() < deadline:
                 self.changed.wait(max(0.0, min(deadline - time.monotonic(), 0.1)))
+
+    def stop(self, wait_s: float) -> None:
+        """Stop the threads and close the links; driver work that was issued is finished first (rule M2).
+
+        Args:
+            wait_s: how long to wait for running driver work.
+
+        Raises:
+            WaitTimeout: driver work still runs.
+        """
         self._closing.set()
         self._work_ready.set()
         self._clock_wake.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.1, deadline - time.monotonic()))
         for link in self._links.values():
             link.close()
+        for thread in self._threads:
+            if thread.ident is None or thread is threading.current_thread():
+                continue
+            thread.join(wait_s)
+            if thread.is_alive():
+                raise WaitTimeout(f"rank {self.rank}", f"end of {thread.name}", wait_s)
 
     @property
     def failure(self) -> GroupFailed | None:
@@ -205,10 +223,19 @@ class Agent:
 
         Raises:
             GroupFailed: the coordinator has failed.
+            RankLost: a follower was lost and the next epoch has not begun.
         """
         failure = self._failure
         if failure is not None:
+            # A new object each time: raising the same one again and again would grow its traceback.
             raise GroupFailed(failure.cause, failure.phase)
+        if self._lost is not None:
+            raise RankLost(self._lost)
+
+    @property
+    def lost(self) -> Cause | None:
+        """The follower whose loss has ended this epoch."""
+        return self._lost
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -245,7 +272,7 @@ class Agent:
                 return
             if self.leader is not None:
                 self.leader.on_link_down(peer, down.reason, eof=down.eof, now=ticks())
-            elif peer not in self._left:
+            elif peer not in self._left and self._lost is None:
                 kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
                 self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
             self._left.add(peer)
@@ -265,6 +292,8 @@ class Agent:
                 self._newest_step = message.mark.position
         elif isinstance(message, Fail):
             self._set_failure(message.cause, "the leader reported a failure")
+        elif isinstance(message, Reform):
+            self._lose(message.cause)
         elif isinstance(message, TxnMessage):
             self.participant.on_message(message)
 
@@ -363,15 +392,20 @@ class Agent:
                 _log.debug("%s", text)
             case GroupDown(cause=cause, phase=phase):
                 self._set_failure(cause, phase)
+            case EpochDown(cause=cause):
+                self._lose(cause)
 
     def _send_to(self, to: Rank, message: Message) -> None:
         if to == self.rank:
-            if self.leader is None or _for_participant(message):
-                assert isinstance(message, TxnMessage)
+            if isinstance(message, TxnMessage) and _for_participant(message):
                 self.participant.on_message(message)
-            elif not self._loses(message):
+            elif self.leader is not None and not self._loses(message):
                 self.leader.on_message(self.rank, message, ticks())
+            elif isinstance(message, Fail):
+                self._set_failure(message.cause, "joining an epoch")
             return
+        if isinstance(message, Fail) and self.leader is None:
+            self._set_failure(message.cause, "joining an epoch")
         if self.leader is None and self._loses(message):
             return
         link = self._links.get(to)
@@ -419,6 +453,11 @@ class Agent:
             _log.error("event ring rank=%d %s", self.rank, line)
         self.changed.notify_all()
 
+    def _lose(self, cause: Cause) -> None:
+        self._lost = cause
+        _log.warning("event=rank_lost rank=%d epoch=%d cause=%s", self.rank, self.epoch, cause)
+        self.changed.notify_all()
+
     def _own_phase(self) -> str:
         newest = self.participant.newest_txn
         return f"txn {newest} {self.participant.phase(newest).name.lower()}" if newest else "no transaction"
@@ -430,6 +469,7 @@ class Agent:
             self._work_ready.wait()
             self._work_ready.clear()
             self.do_work()
+        self.do_work()
 
     def do_work(self) -> None:
         """Do queued driver work, in order, in the calling thread.

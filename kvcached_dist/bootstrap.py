@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from .agent import Agent
 from .coord.core.errors import ConfigError, GroupFailed, LinkDown, WaitTimeout
-from .coord.core.messages import Beat, Fail, Hello, Joined, Message, Snapshot
-from .coord.core.types import Cause, CauseKind, Epoch, Rank
-from .coord.links.bounded import Store
+from .coord.core.messages import Beat, Fail, Hello, Message, Snapshot
+from .coord.core.types import Cause, CauseKind, Epoch, Rank, Txn
+from .coord.links.bounded import Store, bounded_store_call, poll
 from .coord.links.gloo import GlooLink
 from .coord.links.link import Link, OnDown, OnMessage
+from .coord.links.store import EpochRegister
 from .world import World
 
 LEADER = Rank(0)
@@ -23,54 +27,45 @@ LEADER = Rank(0)
 M = TypeVar("M", bound=Message)
 
 
-def open_links(
-    store: Store, session: int, epoch: Epoch, world: World, *, lease_s: float, timeout_s: float
-) -> dict[Rank, Link]:
-    """Connect this rank: the leader to every follower, a follower to the leader. Collective.
-
-    Raises:
-        WaitTimeout: a rank did not come; names it.
-        LinkDown: a rank went away meanwhile.
-
-    Blocks: at most ``timeout_s`` and a grace of half a second; all followers are waited for at once.
-    """
-
-    def connect(follower: Rank) -> GlooLink:
-        return GlooLink.open(
-            store,
-            session=session,
-            epoch=epoch,
-            rank=Rank(world.rank),
-            leader=LEADER,
-            follower=follower,
-            lease_s=lease_s,
-            connect_s=timeout_s,
-        )
-
-    if world.rank != LEADER:
-        return {LEADER: connect(Rank(world.rank))}
-    followers = [Rank(rank) for rank in range(1, world.size)]
-    with ThreadPoolExecutor(max_workers=len(followers), thread_name_prefix="kvcached-connect") as pool:
-        return dict(zip(followers, pool.map(connect, followers), strict=True))
-
-
 class Inbox:
     """Receives for a rank until its agent exists, then hands everything over in order.
 
-    Args:
-        links: the links of this rank, not started yet.
+    Until then it also beats on every link, because a rank that waits for others must not look hung.
 
-    Threads: the owner's thread collects; the links' readers fill.
+    Args:
+        epoch: epoch of the links.
+        beat_s: seconds between beats.
+
+    Threads: the owner's thread collects; the links' readers fill; one thread beats.
     """
 
-    def __init__(self, links: Mapping[Rank, Link]) -> None:
+    def __init__(self, epoch: Epoch, beat_s: float) -> None:
+        self.links: dict[Rank, Link] = {}
+        self._epoch = epoch
+        self._beat_s = beat_s
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Rank, Message]] = deque()
         self._down: dict[Rank, LinkDown] = {}
         self._agent: Agent | None = None
-        self.links = dict(links)
-        for peer, link in self.links.items():
-            link.start(self._receiver(peer), self._mourner(peer))
+        self._done = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="kvcached-start-beats", daemon=True)
+        self._beats.start()
+
+    def add(self, link: Link) -> None:
+        """Receive on a link that was just connected. Threads: any."""
+        with self._changed:
+            self.links[link.peer] = link
+        link.start(self._receiver(link.peer), self._mourner(link.peer))
+
+    def _beat(self) -> None:
+        beat = Beat(self._epoch, 0, (), 0, Txn(0))
+        while not self._done.wait(self._beat_s):
+            with self._changed:
+                links = list(self.links.values())
+            for link in links:
+                # A link that is down has reported itself to collect().
+                with contextlib.suppress(LinkDown):
+                    link.send(beat)
 
     def collect(self, kind: type[M], timeout_s: float, what: str) -> dict[Rank, M]:
         """One message of ``kind`` from every peer.
@@ -106,12 +101,13 @@ class Inbox:
                 raise GroupFailed(message.cause, "start-up")
             if isinstance(message, kind) and peer not in found:
                 found[peer] = message
-            elif not isinstance(message, Beat):
+            else:
                 rest.append((peer, message))
         self._waiting = rest
 
     def hand_over(self, agent: Agent) -> None:
         """Deliver what came and everything that comes to ``agent`` from now on."""
+        self._done.set()
         with self._changed:
             self._agent = agent
             for peer, message in self._waiting:
@@ -120,12 +116,20 @@ class Inbox:
             for peer, down in self._down.items():
                 agent.on_link_down(peer, down)
 
+    def close(self) -> None:
+        """End all links in order, before there is an agent."""
+        self._done.set()
+        for link in self.links.values():
+            link.close()
+
     def _receiver(self, peer: Rank) -> OnMessage:
         def on_message(message: Message) -> None:
             agent = self._agent
             if agent is None:
                 with self._changed:
                     agent = self._agent
+                    if agent is None and isinstance(message, Beat):
+                        return
                     if agent is None:
                         self._waiting.append((peer, message))
                         self._changed.notify_all()
@@ -144,6 +148,49 @@ class Inbox:
                 agent.on_link_down(peer, down)
 
         return on_down
+
+
+def open_links(
+    store: Store, session: int, epoch: Epoch, world: World, inbox: Inbox, *, lease_s: float, timeout_s: float
+) -> None:
+    """Connect this rank: the leader to every follower, a follower to the leader. Collective.
+
+    Args:
+        store: bootstrap store.
+        session: id of the run.
+        epoch: epoch of the links.
+        world: which rank this is.
+        inbox: gets each link as soon as it is connected, and keeps it alive.
+        lease_s: longest silence of a peer.
+        timeout_s: deadline for all of them.
+
+    Raises:
+        WaitTimeout: a rank did not come; names it.
+        LinkDown: a rank went away meanwhile.
+
+    Blocks: at most ``timeout_s`` and a grace of half a second; all followers are waited for at once.
+    """
+
+    def connect(follower: Rank) -> None:
+        link = GlooLink.open(
+            store,
+            session=session,
+            epoch=epoch,
+            rank=Rank(world.rank),
+            leader=LEADER,
+            follower=follower,
+            lease_s=lease_s,
+            connect_s=timeout_s,
+        )
+        inbox.add(link)
+
+    if world.rank != LEADER:
+        connect(Rank(world.rank))
+        return
+    followers = [Rank(rank) for rank in range(1, world.size)]
+    with ThreadPoolExecutor(max_workers=len(followers), thread_name_prefix="kvcached-connect") as pool:
+        for connecting in [pool.submit(connect, follower) for follower in followers]:
+            connecting.result()
 
 
 def agree(hello: Hello, others: Mapping[Rank, Hello], world: World) -> tuple[int, ...]:
@@ -180,9 +227,16 @@ def agree(hello: Hello, others: Mapping[Rank, Hello], world: World) -> tuple[int
 
 
 def introduce(
-    inbox: Inbox, hello: Hello, world: World, epoch: Epoch, timeout_s: float
+    inbox: Inbox, hello: Hello, world: World, snapshot_of: Callable[[tuple[int, ...]], Snapshot], timeout_s: float
 ) -> tuple[Snapshot, dict[Rank, Hello]]:
-    """Exchange introductions over fresh links; every rank leaves with the same table of sizes.
+    """Exchange introductions over fresh links; every rank leaves with the same snapshot.
+
+    Args:
+        inbox: receives on the links of the new epoch.
+        hello: this rank's introduction.
+        world: for the names of ranks.
+        snapshot_of: the leader's snapshot for agreed sizes; not called on followers.
+        timeout_s: deadline in seconds.
 
     Returns:
         The leader's snapshot and, on the leader, the introductions of all followers.
@@ -195,25 +249,51 @@ def introduce(
     """
     if world.rank != LEADER:
         inbox.links[LEADER].send(hello)
-        found = inbox.collect(Snapshot, timeout_s, "the leader's table of sizes")
+        found = inbox.collect(Snapshot, timeout_s, "the leader's snapshot")
         return found[LEADER], {}
     others = inbox.collect(Hello, timeout_s, "introductions")
     try:
-        blocks = agree(hello, others, world)
+        snapshot = snapshot_of(agree(hello, others, world))
     except ConfigError as error:
         for link in inbox.links.values():
-            link.send(Fail(epoch, Cause(CauseKind.DIVERGENCE, LEADER, str(error))))
+            link.send(Fail(hello.epoch, Cause(CauseKind.DIVERGENCE, LEADER, str(error))))
         raise
-    snapshot = Snapshot(epoch, blocks, (), 0, 0, 0)
     for link in inbox.links.values():
         link.send(snapshot)
     return snapshot, others
 
 
-def wait_joined(inbox: Inbox, timeout_s: float) -> None:
-    """The leader waits until every follower can take part: no resize happens before.
+def await_seat(store: Store, register: EpochRegister | None, session: int, rank: Rank, timeout_s: float) -> Epoch:
+    """Wait for an epoch in which no process has been this rank yet, and take the seat.
+
+    A survivor waits for the epoch after its own; a restarted rank does so too, without knowing which one its
+    predecessor died in.
 
     Raises:
-        GroupFailed, WaitTimeout: a rank failed, went away or did not answer.
+        WaitTimeout: no such epoch came.
+        StoreLost: the store is gone.
+
+    Blocks: at most ``timeout_s`` and one bounded store call.
     """
-    inbox.collect(Joined, timeout_s, "readiness of every rank")
+    assert register is not None
+    again = poll(time.monotonic() + timeout_s)
+    refused = Epoch(0)
+    while True:
+        value = register.read()
+        if value is not None and value.epoch > refused:
+            if _claim(store, session, value.epoch, rank, timeout_s):
+                return value.epoch
+            refused = value.epoch
+        if not again():
+            raise WaitTimeout("rank 0", f"an epoch after {refused} with a seat for rank {rank}", timeout_s)
+
+
+def _claim(store: Store, session: int, epoch: Epoch, rank: Rank, timeout_s: float) -> bool:
+    key = f"kvcached_dist/{session:016x}/seat/{epoch}/{rank}"
+    mine = f"pid{os.getpid()}-{secrets.token_hex(8)}"
+
+    def claim(connection: Store) -> bool:
+        # Only a reply equal to the desired value is success (see the contract tests of compare_set).
+        return connection.compare_set(key, "", mine) == mine.encode("ascii")
+
+    return bounded_store_call(store, claim, timeout_s, what=f"give rank {rank} its seat of epoch {epoch} (key {key})")

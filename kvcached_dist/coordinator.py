@@ -74,22 +74,18 @@ class Coordinator:
         self.backing: StageBacking = parts.backing
         self.physical: PhysicalWorker = parts.physical
         self.name: str = parts.name
+        self.faults: Injector = parts.faults
         self.started = time.time()
         self.misses = 0
-        self.faults: Injector = parts.faults
-        self._agent: Agent = parts.agent
-        self._replica: Replica = parts.agent.replica
-        self._leader: Leader | None = parts.agent.leader
+        self.domains: dict[str, Domain] = {}
+        self._parts = parts
+        self._agent: Agent
+        self._replica: Replica
+        self._leader: Leader | None = None
         self._writer: SnapshotWriter | None = None
-        self._step = 0
         self._granted: list[Entry] = []
+        self._step = 0
         self._closed = False
-        self.domains: dict[str, Domain] = {
-            spec.name: Domain(self, spec.name, index, pool, blocks)
-            for index, (spec, pool, blocks) in enumerate(
-                zip(parts.stage.domains, parts.pools, parts.blocks, strict=True)
-            )
-        }
 
     # ------------------------------------------------------------------ life
 
@@ -131,22 +127,63 @@ class Coordinator:
         parts = startup.assemble(world, stage, device, config, store, session, faults, fence)
         coordinator = cls(parts)
         try:
-            coordinator._begin(parts)
+            coordinator._enter_epoch()
+            coordinator.faults.arm(device.faults)
         except BaseException:
             coordinator.close()
             raise
         return coordinator
 
-    def _begin(self, parts: startup.Parts) -> None:
-        startup.join(parts)
-        self._writer = observe.open_writer(self)
-        parts.on_beat.append(self._publish_snapshot)
-        startup.publish_null_pages(parts)
+    def _enter_epoch(self) -> None:
+        parts = self._parts
+        startup.join(parts, self.config.start_timeout_s)
+        self._agent, self._replica, self._leader = parts.agent, parts.agent.replica, parts.leader
+        self._step = 0
+        self._granted.clear()
+        names = (domain.name for domain in self.stage.domains)
+        self.domains = {
+            name: Domain(self, name, index, pool, blocks)
+            for index, (name, pool, blocks) in enumerate(zip(names, parts.pools, parts.blocks, strict=True))
+        }
+        if self._writer is None:
+            self._writer = observe.open_writer(self)
+            parts.on_beat.append(self._publish_snapshot)
+        startup.begin(parts)
         for domain in self.domains.values():
             self._reserve_null_block(domain)
         self._replica.end_op()
-        self.faults.arm(self.device.faults)
         self._publish_snapshot()
+
+    def rejoin(self, timeout_s: float | None = None) -> dict[str, int]:
+        """After ``RankLost``: meet again in the next epoch, with the lost rank once it was restarted.
+
+        Collective over the survivors and the restarted rank, which calls :meth:`start` as ever. The caller has
+        stopped using all blocks, and work that it launched on the device has finished. Afterwards every rank is at
+        step 0 with published memory and no allocation: requests whose blocks were live are to be queued again.
+
+        Args:
+            timeout_s: how long to wait for the others; the start timeout by default.
+
+        Returns:
+            Blocks per domain that were allocated and are lost.
+
+        Raises:
+            GroupFailed: the world could not be formed again.
+            WaitTimeout: a rank did not come back.
+            RuntimeError: no rank was lost.
+
+        Blocks: at most the timeout.
+        """
+        if self._agent.lost is None:
+            self._agent.raise_if_failed()
+            raise RuntimeError("rejoin() without a lost rank: it follows a RankLost error")
+        wait_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        lost = {name: domain.published - domain.available - 1 for name, domain in self.domains.items()}
+        self._agent.stop(self.config.lease_s)
+        startup.connect(self._parts, wait_s)
+        self._enter_epoch()
+        _log.info("event=rejoined rank=%d epoch=%d lost=%s", self.world.rank, self._parts.epoch, lost)
+        return lost
 
     def _reserve_null_block(self, domain: Domain) -> None:
         ids = domain.pool.alloc(1)
@@ -167,10 +204,16 @@ class Coordinator:
             return
         self._closed = True
         self.faults.close()
-        self._agent.close(startup.CLOSE_WAIT_S)
-        self.backing.close()
-        if self._writer is not None:
-            self._writer.close()
+        agent = getattr(self._parts, "agent", None)
+        try:
+            if agent is not None:
+                agent.close(startup.CLOSE_WAIT_S)
+            elif self._parts.inbox is not None:
+                self._parts.inbox.close()
+        finally:
+            self.backing.close()
+            if self._writer is not None:
+                self._writer.close()
 
     def __enter__(self) -> Coordinator:
         return self
@@ -345,6 +388,11 @@ class Coordinator:
     def digest(self) -> int:
         """Rolling digest over all operations and their block ids; equal on all ranks at equal operations."""
         return self._replica.digest
+
+    @property
+    def epoch(self) -> int:
+        """Epoch in force on this rank."""
+        return self._parts.epoch
 
     @property
     def health(self) -> dict[str, Health]:

@@ -10,6 +10,7 @@ from .coord.core.errors import (
     InvariantViolation,
     KVDistError,
     LinkDown,
+    RankLost,
     WaitTimeout,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "InvariantViolation",
     "KVDistError",
     "LinkDown",
+    "RankLost",
     "WaitTimeout",
 ]

@@ -57,7 +57,7 @@ class Injector:
     Attributes:
         step: engine step that the journal notes; whoever steps the engine sets it.
 
-    Threads: ``at`` and ``drops`` from any thread; ``arm``, ``collect`` and ``close`` from one at a time.
+    Threads: any; ``arm`` before the others.
     Blocks: ``at`` for the length of a hang or delay.
 
     Raises:
@@ -112,9 +112,10 @@ class Injector:
 
     def at(self, point: str) -> None:
         """This rank passes a point; it may be killed, stopped or delayed here."""
-        if point not in self._points:
+        points = self._points
+        if point not in points:
             return
-        for spec in self._next(self._points, point):
+        for spec in self._next(points, point):
             if spec.op == "kill":
                 self._note(str(spec), "kill")
                 kill_self()
@@ -132,9 +133,10 @@ class Injector:
         Args:
             message: its name, for example ``MAP_FAILED``.
         """
-        if message not in self._messages:
+        dropped = self._messages
+        if message not in dropped:
             return False
-        hit = self._next(self._messages, message)
+        hit = self._next(dropped, message)
         for spec in hit:
             self._note(str(spec), "drop")
         return bool(hit)
@@ -151,33 +153,38 @@ class Injector:
         Returns:
             How many driver calls have been hit since arming.
         """
-        if self._hook is None or not self._driver_specs:
+        if not self._driver_specs:
             return 0
-        now = self._hook.hits()
-        for call, hits in now.items():
-            before = self._driver_hits.get(call, 0)
-            if hits > before:
+        fired: list[tuple[str, int]] = []
+        with self._lock:
+            if self._hook is not None:
+                now = self._hook.hits()
+                fired = [(call, now[call] - self._driver_hits.get(call, 0)) for call in now]
+                self._driver_hits = dict(now)
+            total = sum(self._driver_hits.values())
+        for call, hits in fired:
+            if hits > 0:
                 spec = next((s for s in self._driver_specs if call in (s.op, s.call)), None)
-                self._note(str(spec) if spec else f"op={call}", "driver", hits=hits - before)
-        self._driver_hits = dict(now)
-        return sum(now.values())
+                self._note(str(spec) if spec else f"op={call}", "driver", hits=hits)
+        return total
 
     def close(self) -> None:
         """Collects a last time, switches the native hook off and closes the journal. May be called twice."""
         self.collect()
-        if self._hook is not None:
-            self._hook.clear()
-            self._hook = None
         with self._lock:
+            if self._hook is not None:
+                self._hook.clear()
+                self._hook = None
             self._points, self._messages = {}, {}
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
 
     def _note(self, spec: str, fault: str, hits: int = 1) -> None:
-        journal = self._journal
-        if journal is not None:
-            journal.append(FiredFault(time.time(), self.rank, self.step, fault, spec, hits))
+        # Noted under the lock: another thread may close the journal, and its descriptor may be somebody else's then.
+        with self._lock:
+            if self._journal is not None:
+                self._journal.append(FiredFault(time.time(), self.rank, self.step, fault, spec, hits))
 
 
 @dataclass(frozen=True, slots=True)

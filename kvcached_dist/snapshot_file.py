@@ -54,6 +54,7 @@ LENGTH_CRC: Final = struct.Struct("<II")
 LENGTH_OFFSET: Final = 68
 FILE_BYTES: Final = 128 << 10
 PAYLOAD_BYTES_MAX: Final = FILE_BYTES - HEADER.size
+_FOREIGN: Final = "not a snapshot file"
 PREFIX: Final = "kvcached_dist."
 _FILE_NAME = re.compile(rf"kvcached_dist\.([A-Za-z0-9_-]{{1,{NAME_LENGTH_MAX}}})\.(\d{{1,6}})")
 _READ_TRIES: Final = 200
@@ -97,7 +98,7 @@ class Header:
             ValueError: another file, or another version; says which.
         """
         if len(data) < HEADER.size or not data.startswith(MAGIC):
-            raise ValueError("not a snapshot file")
+            raise ValueError(_FOREIGN)
         _, version, size, sequence, pid, ticks, namespace, boot, rank, length, crc, _ = HEADER.unpack(data)
         if (version, size) != (VERSION, HEADER.size):
             raise ValueError(f"snapshot layout {version}, this version reads layout {VERSION}")
@@ -166,7 +167,9 @@ def read_rank(path: Path, name: str, rank: int) -> RankView | None:
     try:
         header = _header(fd)
         if isinstance(header, str):
-            return RankView(path, name, rank, _life_by_lock(fd), problem=header)
+            # Every file with our magic was locked by its owner, whatever its layout.
+            life = Life.UNKNOWN if header == _FOREIGN else _life_by_lock(fd)
+            return RankView(path, name, rank, life, problem=header)
         life = _life(fd, header.owner)
         state, problem = _payload(fd, patient=life is Life.LIVE)
         return RankView(path, name, rank, life, header.owner, state, problem)
@@ -232,11 +235,8 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-_FOREIGN: Final = "not a snapshot file"
-
-
 def _header(fd: int) -> Header | str:
-    """The header, or why there is none. Every file with our magic was locked by its owner, whatever its version."""
+    """The header, or why there is none."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return _FOREIGN
     try:
@@ -252,8 +252,6 @@ def _life(fd: int, owner: ProcessId) -> Life:
 
 
 def _life_by_lock(fd: int) -> Life:
-    if not os.pread(fd, len(MAGIC), 0).startswith(MAGIC):
-        return Life.UNKNOWN
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,36 +1,43 @@
-"""Putting a coordinator together and bringing a world to its first published page."""
+"""Bringing a rank into an epoch: the first one at start, a later one after a follower was lost.
+
+Both go the same way: links, introductions, one snapshot of what is to be held, work until that is held,
+``JOINED`` by every rank, and the mark of step 0. At the first start the snapshot is empty and the null pages
+are grown; a restarted follower finds published runs in it and maps them.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from . import _native
 from .admission import AdmissionTurn
 from .agent import Agent, Fence, Timing, ticks
-from .bootstrap import Inbox, introduce, open_links, wait_joined
+from .bootstrap import Inbox, await_seat, introduce, open_links
+from .coord.core import epoch as epoch_change
 from .coord.core.entries import PositionKind
 from .coord.core.errors import ConfigError, WaitTimeout
 from .coord.core.leader import Leader, Peer
-from .coord.core.messages import Hello, Joined
+from .coord.core.messages import Hello, Joined, Snapshot
+from .coord.core.pages import PageState
 from .coord.core.participant import Participant
 from .coord.core.policy import Policy
 from .coord.core.replica import FreeList, Replica
 from .coord.core.transaction import Verdict
 from .coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
-from .coord.links.store import agree_session
+from .coord.links.store import EpochRegister, EpochValue, agree_session
 from .faults import Injector
 from .physical import PhysicalWorker
 from .pools.backing import StageBacking
 from .snapshot import unique_name
 
 if TYPE_CHECKING:
-    from .coord.links.bounded import Store
     from ._native import BlockPool, Device
     from .config import Config
+    from .coord.links.bounded import Store
     from .faults import FaultPlan
     from .pools.specs import StageSpec
     from .world import World
@@ -53,41 +60,70 @@ _WAITABLE = (CauseKind.EXHAUSTED, CauseKind.ADMISSION, CauseKind.DEADLINE, Cause
 
 @dataclass
 class Parts:
-    """The parts of one coordinator, in the order in which they depend on one another."""
+    """The parts of one coordinator. Those below ``epoch`` are new in every epoch."""
 
     world: World
     stage: StageSpec
     config: Config
     device: Device
-    name: str
     backing: StageBacking
     physical: PhysicalWorker
+    participant: Participant
     faults: Injector
-    blocks: tuple[int, ...]
-    pools: list[BlockPool]
-    agent: Agent
-    inbox: Inbox | None
+    fence: Callable[[], Fence] | None
+    store: Store | None
+    name: str
+    session: int = 0
+    register: EpochRegister | None = None
+    epoch_value: EpochValue | None = None
+    leader: Leader | None = None
     on_beat: list[Callable[[], None]] = field(default_factory=list)
+
+    epoch: Epoch = FIRST_EPOCH
+    inbox: Inbox | None = None
+    snapshot: Snapshot | None = None
+    hellos: dict[Rank, Hello] = field(default_factory=dict)
+    pools: list[BlockPool] = field(default_factory=list)
+    agent: Agent = field(init=False)
+
+    @property
+    def rank(self) -> Rank:
+        """World rank."""
+        return Rank(self.world.rank)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Logical capacity per domain, the minimum over ranks."""
+        return cast(Snapshot, self.snapshot).domain_blocks
+
+    @property
+    def blocks_per_page(self) -> tuple[int, ...]:
+        """B, per domain."""
+        return tuple(domain.blocks_per_page for domain in self.stage.domains)
 
 
 def policy_of(config: Config) -> Policy:
     """The leader's settings, in its own units."""
+
+    def ticks_of(seconds: float) -> int:
+        return round(seconds * 1e6)
+
     return Policy(
-        growth_deadline=_ticks(config.growth_deadline_s),
-        query_interval=_ticks(min(1.0, config.growth_deadline_s)),
-        lease=_ticks(config.lease_s),
-        drain_deadline=_ticks(config.drain_deadline_s),
+        growth_deadline=ticks_of(config.growth_deadline_s),
+        query_interval=ticks_of(min(1.0, config.growth_deadline_s)),
+        lease=ticks_of(config.lease_s),
+        drain_deadline=ticks_of(config.drain_deadline_s),
         map_retries=config.map_retries,
         run_pages_min=config.run_pages_min,
         run_pages_max=config.run_pages_max,
         reserved_pages_min=config.min_reserved_pages,
         reserved_pages_max=config.max_reserved_pages,
+        rejoin=config.on_rank_lost == "rejoin",
         seed=config.seed,
     )
 
 
-def _ticks(seconds: float) -> int:
-    return round(seconds * 1e6)
+# ---------------------------------------------------------------------- parts that outlive an epoch
 
 
 def assemble(
@@ -100,58 +136,50 @@ def assemble(
     faults: FaultPlan | None,
     fence: Callable[[], Fence] | None,
 ) -> Parts:
-    """Reserve addresses, connect, agree on sizes, and build the state machines. Starts no thread of the agent.
+    """Reserve addresses, agree on the session and connect for the epoch in force. Starts no thread of the agent.
 
     Raises:
-        ConfigError: see :meth:`Coordinator.start`; nothing is left behind.
+        ConfigError, GroupFailed, WaitTimeout: see :meth:`Coordinator.start`; nothing is left behind.
     """
     if world.size > 1 and store is None:
         raise ConfigError(f"store=None: a world of {world.size} ranks needs a TCPStore that all of them can reach")
     backing = StageBacking.open(device, stage)
-    inbox: Inbox | None = None
     try:
-        physical = _physical(world, device, config, backing)
-        name = config.ipc_name or unique_name()
-        hello = _hello(stage, device, config, physical)
-        if store is None or world.size == 1:
-            blocks: tuple[int, ...] = hello.domain_blocks
-            hellos: dict[Rank, Hello] = {}
-        else:
-            number = agree_session(store, session, world.rank == LEADER, config.start_timeout_s)
-            name = config.ipc_name or f"engine-{number:016x}"
-            links = open_links(
-                store, number, FIRST_EPOCH, world, lease_s=config.lease_s, timeout_s=config.start_timeout_s
-            )
-            inbox = Inbox(links)
-            snapshot, hellos = introduce(inbox, hello, world, FIRST_EPOCH, config.start_timeout_s)
-            blocks = snapshot.domain_blocks
-        return _build(
-            world,
-            stage,
-            device,
-            config,
-            name,
-            backing,
-            physical,
-            inbox,
-            blocks,
-            {LEADER: hello, **hellos},
-            faults,
-            fence,
+        parts = Parts(
+            world=world,
+            stage=stage,
+            config=config,
+            device=device,
+            backing=backing,
+            physical=_physical(world, device, config, backing),
+            participant=Participant(Rank(world.rank), FIRST_EPOCH, len(stage.pools)),
+            faults=Injector(faults, world.rank, config.fault_journal),
+            fence=fence or _default_fence(device),
+            store=store if world.size > 1 else None,
+            name=config.ipc_name or unique_name(),
         )
+        if parts.store is not None:
+            _agree_on_session(parts, parts.store, session)
+        connect(parts, config.start_timeout_s)
     except BaseException:
-        for link in (inbox.links if inbox is not None else {}).values():
-            link.close()
         backing.close()
         raise
+    return parts
+
+
+def _agree_on_session(parts: Parts, store: Store, session: str) -> None:
+    config = parts.config
+    parts.session = agree_session(store, session, parts.rank == LEADER, config.start_timeout_s)
+    parts.name = config.ipc_name or f"engine-{parts.session:016x}"
+    parts.register = EpochRegister(store, parts.session, parts.rank, config.ipc_timeout_s)
 
 
 def _physical(world: World, device: Device, config: Config, backing: StageBacking) -> PhysicalWorker:
-    turn = None
-    if device.card_id:
-        turn = AdmissionTurn(config.physical_growth_lock_dir, device.card_id, seed=config.seed + world.rank)
-    # The capacity of a private host card is the rank's own: nothing else needs to stay free on it.
+    # A host device without a card id is this rank's own: nobody else to take turns with, nothing to leave free.
     private = device.kind == "host" and not device.card_id
+    turn = None
+    if not private:
+        turn = AdmissionTurn(config.physical_growth_lock_dir, device.card_id, seed=config.seed + world.rank)
     return PhysicalWorker(
         rank=Rank(world.rank),
         device=device,
@@ -163,68 +191,6 @@ def _physical(world: World, device: Device, config: Config, backing: StageBackin
     )
 
 
-def _hello(stage: StageSpec, device: Device, config: Config, physical: PhysicalWorker) -> Hello:
-    return Hello(
-        FIRST_EPOCH,
-        spec_digest=stage.digest(),
-        config_digest=config.world_digest(),
-        domain_blocks=tuple(domain.blocks for domain in stage.domains),
-        page_bytes=tuple(stage.page_bytes(domain.name) for domain in stage.domains),
-        device=device.card_id or device.kind,
-        pid=os.getpid(),
-        total_bytes=device.total_bytes(),
-        free_bytes=physical.budget_bytes(),
-    )
-
-
-def _build(
-    world: World,
-    stage: StageSpec,
-    device: Device,
-    config: Config,
-    name: str,
-    backing: StageBacking,
-    physical: PhysicalWorker,
-    inbox: Inbox | None,
-    blocks: tuple[int, ...],
-    hellos: dict[Rank, Hello],
-    faults: FaultPlan | None,
-    fence: Callable[[], Fence] | None,
-) -> Parts:
-    rank = Rank(world.rank)
-    per_page = [domain.blocks_per_page for domain in stage.domains]
-    pages = [count // size for count, size in zip(blocks, per_page, strict=True)]
-    pools = [_native.BlockPool(count, size) for count, size in zip(pages, per_page, strict=True)]
-    replica = Replica(rank, cast("Sequence[FreeList]", pools), per_page)
-    leader = None
-    if rank == LEADER:
-        now = ticks()
-        none = (0,) * len(stage.pools)
-        peers = [Peer(hello.page_bytes, hello.free_bytes, now, none) for _, hello in sorted(hellos.items())]
-        leader = Leader(FIRST_EPOCH, policy_of(config), replica, pages, peers, now)
-    injector = Injector(faults, rank, config.fault_journal)
-    on_beat: list[Callable[[], None]] = []
-
-    def call_all() -> None:
-        for call in on_beat:
-            call()
-
-    agent = Agent(
-        rank=rank,
-        epoch=FIRST_EPOCH,
-        replica=replica,
-        participant=Participant(rank, FIRST_EPOCH, len(stage.pools)),
-        leader=leader,
-        links=inbox.links if inbox is not None else {},
-        worker=physical,
-        timing=Timing(config.beat_s, config.lease_s),
-        faults=injector if injector.active else None,
-        make_fence=fence or _default_fence(device),
-        on_beat=call_all,
-    )
-    return Parts(world, stage, config, device, name, backing, physical, injector, blocks, pools, agent, inbox, on_beat)
-
-
 def _default_fence(device: Device) -> Callable[[], Fence] | None:
     if device.kind != "cuda":
         return None
@@ -233,26 +199,156 @@ def _default_fence(device: Device) -> Callable[[], Fence] | None:
     return CudaFence
 
 
-def join(parts: Parts) -> None:
-    """Start the agent's threads; the leader waits until every follower has done so.
+# ---------------------------------------------------------------------- entering an epoch
+
+
+def connect(parts: Parts, timeout_s: float) -> None:
+    """Take this rank's seat in the epoch in force (the leader puts a new one in force) and get its snapshot.
+
+    Raises:
+        ConfigError, GroupFailed, WaitTimeout: see :meth:`Coordinator.start`.
+    """
+    hello_blocks = tuple(domain.blocks for domain in parts.stage.domains)
+    if parts.store is None:
+        parts.snapshot = Snapshot(parts.epoch, hello_blocks, (), (), 0, 0, 0)
+        parts.hellos = {LEADER: _hello(parts)}
+        return
+    if parts.rank == LEADER:
+        _put_epoch_in_force(parts)
+    else:
+        parts.epoch = await_seat(parts.store, parts.register, parts.session, parts.rank, timeout_s)
+    parts.inbox = inbox = Inbox(parts.epoch, parts.config.beat_s)
+    try:
+        open_links(
+            parts.store,
+            parts.session,
+            parts.epoch,
+            parts.world,
+            inbox,
+            lease_s=parts.config.lease_s,
+            timeout_s=timeout_s,
+        )
+        hello = _hello(parts)
+        parts.snapshot, others = introduce(
+            inbox, hello, parts.world, lambda blocks: _snapshot(parts, blocks), timeout_s
+        )
+        parts.hellos = {LEADER: hello, **others}
+    except BaseException:
+        inbox.close()
+        raise
+
+
+def _put_epoch_in_force(parts: Parts) -> None:
+    register = cast(EpochRegister, parts.register)
+    before = parts.epoch_value
+    parts.epoch = FIRST_EPOCH if before is None else Epoch(before.epoch + 1)
+    parts.epoch_value = register.advance(before, parts.epoch)
+    if parts.epoch_value is None:
+        raise ConfigError(
+            f"another leader has put an epoch in force for this session (store key {register.key}):"
+            " a restarted leader needs a new session name, because it restarts the whole world"
+        )
+
+
+def _snapshot(parts: Parts, blocks: tuple[int, ...]) -> Snapshot:
+    leader = parts.leader
+    if leader is None:
+        return Snapshot(parts.epoch, blocks, (), (), 0, 0, 0)
+    return epoch_change.snapshot(leader, parts.epoch, parts.blocks, leader.replica.next_index)
+
+
+def _hello(parts: Parts) -> Hello:
+    stage, device, config = parts.stage, parts.device, parts.config
+    return Hello(
+        parts.epoch,
+        spec_digest=stage.digest(),
+        config_digest=config.world_digest(),
+        domain_blocks=tuple(domain.blocks for domain in stage.domains),
+        page_bytes=tuple(stage.page_bytes(domain.name) for domain in stage.domains),
+        device=device.card_id or device.kind,
+        pid=os.getpid(),
+        total_bytes=device.total_bytes(),
+        free_bytes=parts.physical.budget_bytes(),
+    )
+
+
+def join(parts: Parts, timeout_s: float) -> None:
+    """Hold what the snapshot names, answer ``JOINED``, and begin the epoch once every rank has.
 
     Raises:
         GroupFailed, WaitTimeout: a rank failed, went away or did not come.
+
+    Blocks: at most ``timeout_s`` for each of the two.
     """
-    inbox, agent = parts.inbox, parts.agent
+    snapshot = cast(Snapshot, parts.snapshot)
+    sizes = zip(parts.blocks, parts.blocks_per_page, strict=True)
+    parts.pools = [_native.BlockPool(blocks // size, size) for blocks, size in sizes]
+    free_lists = cast("Sequence[FreeList]", parts.pools)
+    replica = Replica.from_snapshot(parts.rank, free_lists, parts.blocks_per_page, snapshot)
+    parts.agent = agent = _agent(parts, replica)
     agent.start()
-    if inbox is None:
+    with agent.entered():
+        agent.participant.on_snapshot(snapshot)
+    _wait_until(agent, lambda: not agent.participant.joining, timeout_s, "the memory that the snapshot names")
+    if parts.rank != LEADER:
+        cast(Inbox, parts.inbox).hand_over(agent)
         return
-    if parts.world.rank == LEADER:
-        wait_joined(inbox, parts.config.start_timeout_s)
-        inbox.hand_over(agent)
-    else:
-        inbox.hand_over(agent)
-        inbox.links[LEADER].send(Joined(FIRST_EPOCH, parts.physical.handles()))
+    joined = {} if parts.inbox is None else parts.inbox.collect(Joined, timeout_s, "readiness of every rank")
+    handles = {LEADER: agent.participant.handles, **{rank: answer.handles for rank, answer in joined.items()}}
+    with agent.entered():
+        parts.leader = agent.leader = _leader(parts, replica, handles)
+    if parts.inbox is not None:
+        parts.inbox.hand_over(agent)
 
 
-def publish_null_pages(parts: Parts) -> None:
-    """Page 0 of every domain on every rank, before anything else.
+def _agent(parts: Parts, replica: Replica) -> Agent:
+    def call_all() -> None:
+        for call in parts.on_beat:
+            call()
+
+    return Agent(
+        rank=parts.rank,
+        epoch=parts.epoch,
+        replica=replica,
+        participant=parts.participant,
+        links=parts.inbox.links if parts.inbox is not None else {},
+        worker=parts.physical,
+        timing=Timing(parts.config.beat_s, parts.config.lease_s),
+        faults=parts.faults if parts.faults.active else None,
+        make_fence=parts.fence,
+        on_beat=call_all,
+    )
+
+
+def _leader(parts: Parts, replica: Replica, handles: Mapping[Rank, tuple[int, ...]]) -> Leader:
+    now = ticks()
+    peers = [
+        Peer(hello.page_bytes, hello.free_bytes, now, handles[rank]) for rank, hello in sorted(parts.hellos.items())
+    ]
+    if parts.leader is not None:
+        parts.leader.begin_epoch(parts.epoch, replica, peers, now)
+        return parts.leader
+    pages = [blocks // size for blocks, size in zip(parts.blocks, parts.blocks_per_page, strict=True)]
+    return Leader(parts.epoch, policy_of(parts.config), replica, pages, peers, now)
+
+
+def _wait_until(agent: Agent, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    with agent.changed:
+        while not reached():
+            agent.raise_if_failed()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise WaitTimeout(f"rank {agent.rank}", what, timeout_s)
+            agent.changed.wait(min(left, WAKE_S))
+        agent.raise_if_failed()
+
+
+# ---------------------------------------------------------------------- step 0
+
+
+def begin(parts: Parts) -> None:
+    """Publish page 0 of every domain on every rank if that has not happened, and pass the mark of step 0.
 
     Memory that is short may come back while a neighbour gives up some: the leader asks again until the start
     timeout. Any other refusal ends the start at once.
@@ -260,16 +356,17 @@ def publish_null_pages(parts: Parts) -> None:
     Raises:
         GroupFailed: the null pages cannot be had; names the rank and the bytes.
     """
-    agent = parts.agent
-    if agent.leader is None:
+    agent, leader = parts.agent, parts.leader
+    if leader is None:
         with agent.entered():
             agent.apply(agent.next_mark(PositionKind.STEP, 0, wait_s=parts.config.start_timeout_s))
         return
     deadline = time.monotonic() + parts.config.start_timeout_s
-    while not _try_null_pages(parts, agent.leader, deadline):
-        time.sleep(NULL_PAGE_RETRY_S)
+    if leader.tables[0].state(0) is not PageState.PUBLISHED:
+        while not _try_null_pages(parts, leader, deadline):
+            time.sleep(NULL_PAGE_RETRY_S)
     with agent.entered():
-        mark = agent.leader.mark(PositionKind.STEP, 0, ticks())
+        mark = leader.mark(PositionKind.STEP, 0, ticks())
         agent.broadcast(mark)
         agent.apply(mark)
 
@@ -295,7 +392,7 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
     cause = last.cause
     if cause is not None and cause.kind in _WAITABLE and time.monotonic() < deadline:
         return False
-    if cause is not None and last.verdict is Verdict.RETAINED and leader.retained:
+    if last.verdict is Verdict.RETAINED and leader.retained:
         return False
     with agent.entered():
         if cause is not None:
@@ -304,4 +401,4 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
     raise WaitTimeout("the null pages", "no cause was reported", parts.config.start_timeout_s)
 
 
-__all__ = ["CLOSE_WAIT_S", "WAKE_S", "Parts", "assemble", "join", "policy_of", "publish_null_pages"]
+__all__ = ["CLOSE_WAIT_S", "WAKE_S", "Parts", "assemble", "begin", "connect", "join", "policy_of"]

@@ -73,7 +73,7 @@ class Demand:
         """Decide or move the waiting operation, if there is one."""
         waiting = self.foreground
         leader = self._leader
-        if waiting is None or waiting.verdict is not None or leader.failure is not None:
+        if waiting is None or waiting.verdict is not None or not leader.active:
             return
         short = self._short_pages(waiting.needs)
         if not short:
@@ -103,7 +103,7 @@ class Demand:
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
-        if leader.txn is not None or leader.failure is not None or leader.quiescent():
+        if leader.txn is not None or not leader.active or leader.quiescent():
             return
         wanted = {domain: pages for domain in self._domains() if (pages := self._background_target(domain)) > 0}
         if wanted:
@@ -185,7 +185,7 @@ class Demand:
         """RETIRE of runs that are entirely free at this very point, or nothing."""
         leader = self._leader
         self._steps_since_reclaim += 1
-        if leader.txn is not None or leader.failure is not None or leader.quiescent():
+        if leader.txn is not None or not leader.active or leader.quiescent():
             return []
         if leader.now < self._reclaim_not_before:
             return []
@@ -245,7 +245,7 @@ class Demand:
         Pages of the open grow count until the mark that publishes them.
         """
         leader = self._leader
-        if leader.failure is not None:
+        if not leader.active:
             return 0
         opened = leader.tables[domain].count(PageState.OPEN)
         if leader.backoff.active(leader.now):
@@ -257,7 +257,7 @@ class Demand:
         """Whether nothing is open, nothing is due and nothing could be given back or grown."""
         leader = self._leader
         changes = any(isinstance(entry, Publish | Retire | Unretire | Reclaimed) for entry in entries)
-        if changes or leader.txn is not None or leader.due() or leader.retained or leader.failure is not None:
+        if changes or leader.txn is not None or leader.due() or leader.retained or not leader.active:
             return False
         if leader.now < self._reclaim_not_before:
             return False

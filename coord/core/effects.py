@@ -59,7 +59,14 @@ class GroupDown:
     phase: str
 
 
-Effect = Send | Work | TakeFence | Note | GroupDown
+@dataclass(frozen=True, slots=True)
+class EpochDown:
+    """A follower was lost and may rejoin: this epoch ends, the coordinator does not."""
+
+    cause: Cause
+
+
+Effect = Send | Work | TakeFence | Note | GroupDown | EpochDown
 
 
 @dataclass(frozen=True, slots=True)

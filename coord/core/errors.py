@@ -13,6 +13,7 @@ Expected outcomes are values, not exceptions: an allocation miss is ``None``.
     |-- DriverError                   unexpected driver status at start-up or close
     |-- InvariantViolation            a safety rule (S.. or L..) does not hold
     |-- Divergence                    a rank's operations differ from the leader's
+    |-- RankLost                      a follower was lost and may rejoin; recoverable on request
     `-- GroupFailed                   terminal; carries the first cause, raised by every later call
 """
 
@@ -89,6 +90,20 @@ class InvariantViolation(KVDistError):
 
 class Divergence(KVDistError):
     """This rank's operations differ from the leader's: the engine is not deterministic across ranks."""
+
+
+class RankLost(KVDistError):
+    """A follower was lost and the world may go on without its memory: call ``Coordinator.rejoin``.
+
+    Raised only with ``on_rank_lost="rejoin"``, by every call until the next epoch has begun.
+
+    Args:
+        cause: who was lost and how it was noticed.
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(f"{cause}; the world waits for this rank to come back (Coordinator.rejoin)")
+        self.cause = cause
 
 
 class GroupFailed(KVDistError):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from . import epoch as epoch_change
 from .demand import Demand
-from .effects import Effect, GroupDown, Note, Send
+from .effects import Effect, EpochDown, GroupDown, Note, Send
 from .entries import Entry, Evict, Grant, Mark, PositionKind, Publish, Quarantine, Reclaimed, Retire, Unretire
 from .invariants import require
 from .messages import (
@@ -25,9 +26,10 @@ from .messages import (
     Drained,
     Fail,
     Map,
-    Mapped,
     MapFailed,
+    Mapped,
     Message,
+    Reform,
     Refused,
     Release,
     Released,
@@ -40,8 +42,8 @@ from .messages import (
     State,
     TxnMessage,
     Unmap,
-    Unmapped,
     UnmapFailed,
+    Unmapped,
 )
 from .pages import PageState, PageTable
 from .policy import Backoff, Policy
@@ -51,6 +53,12 @@ from .transaction import Retained, Transaction, TxnStep, Verdict
 from .types import Cause, CauseKind, DomainId, Epoch, Health, Rank, Run, Tick, Txn
 
 LEADER = Rank(0)
+
+_DROPPED = {
+    PageState.ABSENT: Verdict.ABORTED,
+    PageState.RETAINED: Verdict.RETAINED,
+    PageState.PUBLISHED: Verdict.CANCELLED,
+}
 
 CLOSED_MAX = 1 << 16
 """Finished transactions kept for statistics."""
@@ -157,6 +165,8 @@ class Leader:
         self.health = [Health.HEALTHY] * len(self.tables)
         self.first_cause: list[Cause | None] = [None] * len(self.tables)
         self.failure: GroupDown | None = None
+        self.lost: Cause | None = None
+        """The follower whose loss has ended this epoch; nothing is decided until the next one."""
         self.retained: list[Retained] = []
         self.backoff = Backoff(policy)
         self.counters = Counters()
@@ -171,6 +181,11 @@ class Leader:
         self._out: list[Effect] = []
 
     # ------------------------------------------------------------------ reading
+
+    @property
+    def active(self) -> bool:
+        """Whether this epoch goes on: the coordinator has not failed and nobody was lost."""
+        return self.failure is None and self.lost is None
 
     def take(self) -> list[Effect]:
         """Effects since the last call, in order."""
@@ -200,7 +215,7 @@ class Leader:
             InvariantViolation: the rank's state contradicts the leader's (S10).
         """
         self.now = now
-        if message.epoch != self.epoch or self.failure is not None:
+        if message.epoch != self.epoch or not self.active:
             self.counters.stale_answers += 1
             return
         peer = self.peers[rank]
@@ -225,7 +240,7 @@ class Leader:
     def tick(self, now: Tick) -> None:
         """Time has passed: deadlines, leases, queries."""
         self.now = now
-        if self.failure is None:
+        if self.active:
             self.silence.tick()
             self.demand.advance()
 
@@ -235,7 +250,7 @@ class Leader:
         if self.peers[rank].left:
             return
         kind = CauseKind.RANK_LOST if eof else CauseKind.RANK_HUNG
-        self.fail(Cause(kind, rank, reason), self.phase())
+        self.lose(Cause(kind, rank, reason))
 
     def evict(self, tokens: int) -> None:
         """Log an eviction of ``tokens`` tokens at the next mark."""
@@ -255,14 +270,15 @@ class Leader:
             grant: verdict of the waiting operation, for ``PositionKind.OP``.
         """
         self.now = now
-        entries: list[Entry] = []
-        for entry in self._due:
+        # Evictions change the engine's own state, so they wait for the end of a step.
+        later = [entry for entry in self._due if isinstance(entry, Evict) and kind is PositionKind.OP]
+        entries = [entry for entry in self._due if entry not in later]
+        for entry in entries:
             if isinstance(entry, Publish):
                 self._become(entry.runs, PageState.PUBLISHED)
-            entries.append(entry)
-        self._due.clear()
+        self._due = later
         self._unretired.clear()
-        if kind is PositionKind.STEP and self.failure is None:
+        if kind is PositionKind.STEP and self.active:
             entries.extend(self.demand.pick_retirement(entries))
         entries.extend(self.demand.changed_capacity())
         if grant is not None:
@@ -375,6 +391,52 @@ class Leader:
             if rank != LEADER and rank != cause.rank:
                 self._send(Rank(rank), Fail(self.epoch, cause))
         self._out.append(self.failure)
+
+    def lose(self, cause: Cause) -> None:
+        """A follower is lost: the coordinator fails, or only its epoch ends where the engine asked for that."""
+        if not self.policy.rejoin:
+            self.fail(cause, self.phase())
+            return
+        if self.failure is not None or self.lost is not None:
+            return
+        self.lost = cause
+        self.note(f"event=epoch_down epoch={self.epoch} phase={self.phase()!r} cause={cause}")
+        for rank in self.ranks:
+            if rank not in (LEADER, cause.rank):
+                self._send(Rank(rank), Reform(self.epoch, cause))
+        epoch_change.resolve(self)
+        self._out.append(EpochDown(cause))
+
+    def take_due(self) -> list[Entry]:
+        """Entries that no mark has carried; empties them."""
+        due, self._due = self._due, []
+        self._unretired.clear()
+        return due
+
+    def drop_open(self, state: PageState, cause: Cause) -> None:
+        """The epoch ended with a transaction open: its pages enter ``state``."""
+        txn = cast(Transaction, self.txn)
+        self._become(txn.runs, state)
+        self._close(_DROPPED[state], cause)
+
+    def begin_epoch(self, epoch: Epoch, replica: Replica, peers: Sequence[Peer], now: Tick) -> None:
+        """Every rank has joined ``epoch``: logical state starts again from the published runs.
+
+        Args:
+            epoch: the new epoch.
+            replica: the leader rank's new replica.
+            peers: one per rank; ``handles`` are those of their ``JOINED`` (rule M2).
+            now: current tick.
+        """
+        require(epoch > self.epoch and self.txn is None and not self._due, "S8", f"epoch {epoch} after {self.epoch}")
+        self.epoch = epoch
+        self.replica = replica
+        self.peers = list(peers)
+        self.now = now
+        self.lost = None
+        self.backoff = Backoff(self.policy)
+        self.demand = Demand(self)
+        self.silence = Silence(self)
 
     def fail_closed(self, rank: Rank) -> None:
         """A rank has closed its coordinator while something here still needs it."""

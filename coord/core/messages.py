@@ -24,6 +24,7 @@ Hello                   F -> L     a rank introduces itself (start or rejoin)
 Snapshot / Joined       both       an emptied rank takes the state; physical resolution of an epoch
 Beat                    both       liveness; carries free memory
 Fail                    L -> F     the coordinator has failed; first cause
+Reform                  L -> F     a follower was lost; meet again in the next epoch
 Bye                     both       an orderly close
 ======================  =========  ==============================================================
 """
@@ -200,6 +201,7 @@ class Snapshot(Message):
     Attributes:
         domain_blocks: blocks per domain, the minimum over ranks.
         runs: runs that hold memory, published or retained.
+        quarantined: runs out of use for good.
         next_index: log index from which the joining rank executes its stream.
         limit_revision: revision of the limit in force.
         limit_bytes: limit in force (0: none).
@@ -207,6 +209,7 @@ class Snapshot(Message):
 
     domain_blocks: tuple[int, ...]
     runs: tuple[SnapshotRun, ...]
+    quarantined: tuple[Run, ...]
     next_index: int
     limit_revision: int
     limit_bytes: int
@@ -238,6 +241,13 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Reform(Message):
+    """This epoch ends because a follower was lost; the survivors meet again in the next one."""
+
     cause: Cause
 
 

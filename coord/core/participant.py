@@ -17,20 +17,24 @@ adopt them, or a logged retirement may give them back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from . import epoch as epoch_change
 from .effects import Effect, Note, Send, TakeFence, Work, WorkDone, WorkKind
 from .invariants import require
 from .messages import (
     Abort,
     Drained,
+    Fail,
+    Joined,
     Map,
-    Mapped,
     MapFailed,
+    Mapped,
+    Message,
     Query,
     Refused,
     Release,
@@ -41,11 +45,12 @@ from .messages import (
     Restore,
     Restored,
     RestoreFailed,
+    Snapshot,
     State,
     TxnMessage,
     Unmap,
-    Unmapped,
     UnmapFailed,
+    Unmapped,
 )
 from .types import Cause, Epoch, Rank, Run, Txn, TxnPhase
 
@@ -75,12 +80,15 @@ _RUN_EDGES: dict[RunState | None, frozenset[RunState | None]] = {
     RunState.PARTIAL: frozenset({RunState.MAPPED, RunState.PARTIAL, RunState.RETIRED}),
     RunState.PUBLISHED: frozenset({RunState.RETIRED}),
     RunState.RETIRED: frozenset({RunState.PUBLISHED, RunState.MAPPED, RunState.PARTIAL, RunState.UNMAPPED}),
-    RunState.UNMAPPED: frozenset({None, RunState.MAPPED, RunState.STUCK}),
+    RunState.UNMAPPED: frozenset({None, RunState.MAPPED, RunState.PARTIAL, RunState.UNMAPPED, RunState.STUCK}),
     RunState.STUCK: frozenset({None, RunState.STUCK}),
 }
 """The transition table; ``None`` is ABSENT. ``Participant._become`` refuses every edge that is not here."""
 
 _RETAINED = (RunState.MAPPED, RunState.PARTIAL)
+
+_TOUCHED = (TxnPhase.UNMAPPED, TxnPhase.UNMAP_FAILED, TxnPhase.RESTORE_FAILED)
+"""Phases after which a retired run may be partly unmapped."""
 
 _DONE_PHASE: dict[WorkKind, tuple[TxnPhase, TxnPhase]] = {
     WorkKind.RESERVE: (TxnPhase.RESERVED, TxnPhase.REFUSED),
@@ -131,6 +139,8 @@ class Participant:
         self.newest_txn = Txn(0)
         self._runs: dict[Run, RunState] = {}
         self._records: OrderedDict[Txn, _Record] = OrderedDict()
+        self._join: deque[Work] = deque()
+        self._joining = False
         self._out: list[Effect] = []
 
     # ------------------------------------------------------------------ reading
@@ -305,6 +315,89 @@ class Participant:
             self._become((run,), record.before[run])
         self._enter(record, TxnPhase.CANCELLED, None)
 
+    # ------------------------------------------------------------------ change of epoch
+
+    def on_snapshot(self, message: Snapshot) -> None:
+        """A new epoch begins: hold what the snapshot names and nothing else, then answer ``JOINED``.
+
+        No driver work may be under way; the agent finishes it first (rule M2).
+        """
+        require(
+            all(not record.queued for record in self._records.values()),
+            "S8",
+            f"rank {self.rank}: snapshot of epoch {message.epoch} while driver work is under way",
+        )
+        self.epoch = message.epoch
+        self._join = epoch_change.plan_join(self, message)
+        self._joining = True
+        self._records.clear()
+        self._continue_join()
+
+    @property
+    def joining(self) -> bool:
+        """Whether the work of a snapshot is not finished (or has failed)."""
+        return self._joining
+
+    def settle_published(self, run: Run) -> bool:
+        """A run that the snapshot publishes: whether it is mapped here without further driver work."""
+        state = self._runs[run]
+        touched = any(run in record.runs and record.phase in _TOUCHED for record in self._records.values())
+        require(
+            state not in (RunState.RESERVED, RunState.PARTIAL, RunState.STUCK),
+            "S3",
+            f"rank {self.rank}: the snapshot publishes {run}, which is {state.value} here",
+        )
+        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):
+            return False
+        if state is not RunState.PUBLISHED:
+            self._become((run,), RunState.PUBLISHED)
+        return True
+
+    def settle_retained(self, run: Run) -> None:
+        """A run that the snapshot retains stays as it is; what is not known to be mapped counts as partial."""
+        if self._runs[run] not in _RETAINED:
+            self._become((run,), RunState.PARTIAL)
+
+    def reservation_of(self, run: Run) -> Txn | None:
+        """Transaction that holds handles for a run which was never mapped."""
+        if self._runs[run] is not RunState.RESERVED:
+            return None
+        return next(txn for txn, record in reversed(self._records.items()) if run in record.runs)
+
+    def runs_of(self, txn: Txn) -> tuple[Run, ...]:
+        """Runs of a transaction of this epoch."""
+        return self._records[txn].runs
+
+    def _continue_join(self) -> None:
+        if self._join:
+            self._out.append(self._join[0])
+            return
+        self._joining = False
+        self._send(Joined(self.epoch, self.handles))
+
+    def _join_done(self, done: WorkDone) -> None:
+        work = self._join.popleft()
+        require(
+            (work.kind, work.txn) == (done.kind, done.txn),
+            "S6",
+            f"rank {self.rank}: {done.kind.name} finished while the join waits for {work.kind.name}",
+        )
+        if done.cause is not None:
+            self._join.clear()
+            self._send(Fail(self.epoch, done.cause))
+            return
+        match work.kind:
+            case WorkKind.UNMAP:
+                self._become(work.runs, RunState.UNMAPPED)
+            case WorkKind.ABORT | WorkKind.RELEASE:
+                self._become(work.runs, None)
+            case WorkKind.RESERVE:
+                self._become(work.runs, RunState.RESERVED)
+            case WorkKind.MAP | WorkKind.RESTORE:
+                self._become(work.runs, RunState.MAPPED)
+                self._become(work.runs, RunState.PUBLISHED)
+        self._continue_join()
+
     # ------------------------------------------------------------------ completions
 
     def on_fence(self, txn: Txn, lag_steps: int) -> None:
@@ -317,6 +410,10 @@ class Participant:
 
     def on_work_done(self, done: WorkDone) -> None:
         """Driver work has finished; the oldest issued first."""
+        if self._joining:
+            self.handles = done.handles
+            self._join_done(done)
+            return
         record = self._records[done.txn]
         require(
             bool(record.queued) and record.queued[0] is done.kind,
@@ -427,7 +524,7 @@ class Participant:
         text = f"event=participant rank={self.rank} epoch={self.epoch} txn={record.txn} phase={phase.name.lower()}"
         self._out.append(Note(text if cause is None else f"{text} cause={cause}"))
 
-    def _send(self, message: TxnMessage) -> None:
+    def _send(self, message: Message) -> None:
         self._out.append(Send(LEADER, message))
 
 

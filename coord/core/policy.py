@@ -25,6 +25,7 @@ class Policy:
         reclaim_interval_steps: engine steps between two reclaims while busy.
         backoff_min: first pause after a refusal.
         backoff_max: longest pause.
+        rejoin: a lost follower ends the epoch, not the coordinator.
         seed: of the jitter that keeps two engines from refusing each other in step.
     """
 
@@ -40,6 +41,7 @@ class Policy:
     reclaim_interval_steps: int = 16
     backoff_min: int = 50_000
     backoff_max: int = 2_000_000
+    rejoin: bool = False
     seed: int = 0
 
 

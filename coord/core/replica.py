@@ -29,6 +29,7 @@ from .entries import (
 )
 from .errors import Divergence
 from .invariants import require
+from .messages import Snapshot
 from .types import DomainId, Rank, Run, Txn
 
 OP_RING_MAX = 4096
@@ -102,6 +103,20 @@ class Replica:
         self._quarantined: set[Run] = set()
         self._ring: deque[OpRecord] = deque(maxlen=OP_RING_MAX)
         self._last_equal_op = 0
+
+    @classmethod
+    def from_snapshot(
+        cls, rank: Rank, free_lists: Sequence[FreeList], blocks_per_page: Sequence[int], snapshot: Snapshot
+    ) -> Replica:
+        """Logical state at the beginning of an epoch: published runs all free, no operation done."""
+        replica = cls(rank, free_lists, blocks_per_page)
+        for item in snapshot.runs:
+            if item.published:
+                replica.free_lists[item.run.domain].publish(item.run.first, item.run.count)
+        replica.next_index = snapshot.next_index
+        replica.limit = Limit(snapshot.limit_revision, snapshot.limit_bytes)
+        replica._quarantined.update(snapshot.quarantined)
+        return replica
 
     # ------------------------------------------------------------------ operations
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .messages import (
-    Mapped,
     MapFailed,
+    Mapped,
     Query,
     Refused,
     Released,
@@ -22,8 +22,8 @@ from .messages import (
     RestoreFailed,
     State,
     TxnMessage,
-    Unmapped,
     UnmapFailed,
+    Unmapped,
 )
 from .transaction import Pending, Transaction, TxnStep
 from .types import Cause, CauseKind, Rank, Tick, TxnPhase
@@ -56,7 +56,7 @@ class Silence:
         self._check_leases()
         leader = self._leader
         txn = leader.txn
-        if txn is None or leader.failure is not None:
+        if txn is None or not leader.active:
             return
         overdue = [rank for rank, pending in sorted(txn.waiting.items()) if leader.now >= pending.due]
         if not overdue:
@@ -65,7 +65,7 @@ class Silence:
             leader.cancel_retirement(f"ranks {overdue} have not drained in time")
             return
         for rank in overdue:
-            if leader.txn is not txn or leader.failure is not None:
+            if leader.txn is not txn or not leader.active:
                 return
             self._overdue(txn, rank, txn.waiting[rank])
 
@@ -128,7 +128,7 @@ class Silence:
             silent = leader.now - peer.heard
             if rank != _LEADER and not peer.left and silent > leader.policy.lease:
                 detail = f"no beat for {silent / 1e6:.2f} s (lease {leader.policy.lease / 1e6:.2f} s)"
-                leader.fail(Cause(CauseKind.RANK_HUNG, Rank(rank), detail), leader.phase())
+                leader.lose(Cause(CauseKind.RANK_HUNG, Rank(rank), detail))
                 return
 
     def _own_stop(self) -> bool:

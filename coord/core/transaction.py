@@ -6,6 +6,8 @@
                  `--REFUSED | deadline--> CLOSED (aborted)
     reclaim  DRAINING --all DRAINED--> UNMAPPING --all UNMAPPED--> RELEASING --all RELEASED--> CLOSED (reclaimed)
                  `--cancelled--> CLOSED        `--a failure--> RESTORING --all RESTORED--> CLOSED (published again)
+
+A change of epoch closes the open transaction from any step (:mod:`.epoch`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _EDGES: dict[TxnStep, frozenset[TxnStep]] = {
     TxnStep.RESERVING: frozenset({TxnStep.MAPPING, TxnStep.CLOSED}),
     TxnStep.MAPPING: frozenset({TxnStep.CLOSED}),
     TxnStep.DRAINING: frozenset({TxnStep.UNMAPPING, TxnStep.CLOSED}),
-    TxnStep.UNMAPPING: frozenset({TxnStep.RELEASING, TxnStep.RESTORING}),
+    TxnStep.UNMAPPING: frozenset({TxnStep.RELEASING, TxnStep.RESTORING, TxnStep.CLOSED}),
     TxnStep.RESTORING: frozenset({TxnStep.CLOSED}),
     TxnStep.RELEASING: frozenset({TxnStep.CLOSED}),
     TxnStep.CLOSED: frozenset(),

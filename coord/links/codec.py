@@ -85,6 +85,7 @@ KINDS: Final[Mapping[int, type[Message]]] = {
     24: m.Beat,
     25: m.Fail,
     26: m.Bye,
+    27: m.Reform,
 }
 """Number of each message on the wire. Numbers are never given to something else."""
 

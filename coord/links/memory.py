@@ -191,7 +191,7 @@ class MemoryLink:
         with self._arrived:
             while True:
                 now = time.monotonic()
-                if self._fenced and self._down is not None:
+                if self._down is not None and (self._fenced or not self._inbox):
                     return self._down
                 if self._inbox and self._inbox[0][0] <= now:
                     return self._inbox.popleft()[1]

@@ -21,28 +21,50 @@ from ..coord.core.errors import ConfigError, KVDistError
 
 PROGRAM: Final = "kvcached-dist"
 
-COMMANDS: Final[Mapping[str, str]] = MappingProxyType({"replay": "replay", "status": "status"})
-"""Subcommand to the module of this package that has it, as a typer-annotated function of the same name."""
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "replay": "Replay a serving trace on several processes and show what elastic memory saves.",
+        "status": "Show the memory, health and counters of every rank of all engines on this host.",
+    }
+)
+"""Subcommand to its line in the help. The module of that name has a typer-annotated function of that name."""
 
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[2]
 """Base of the errors that say that a command line is wrong (``ClickException``, wherever typer takes it from)."""
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are imported when they are named."""
+    """A group whose commands are imported when they are run, and not for the list in the help."""
+
+    _listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the commands that are installed."""
-        return [name for name, module in COMMANDS.items() if importlib.util.find_spec(f"{__package__}.{module}")]
+        return [name for name in COMMANDS if importlib.util.find_spec(f"{__package__}.{name}")]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or ``None``."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        module = importlib.import_module(f"{__package__}.{COMMANDS[cmd_name]}")
         single = typer.Typer(add_completion=False)
-        single.command(name=cmd_name)(getattr(module, cmd_name))
+        if self._listing:
+            single.command(name=cmd_name, help=COMMANDS[cmd_name])(_listed)
+        else:
+            module = importlib.import_module(f"{__package__}.{cmd_name}")
+            single.command(name=cmd_name)(getattr(module, cmd_name))
         return typer.main.get_command(single)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help of the program."""
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+def _listed() -> None:
+    """Stands for a command in the help."""
 
 
 app = typer.Typer(

@@ -21,6 +21,9 @@ from ..setting_kinds import parse_bytes
 
 _CAPACITY_LEAST = 4096
 
+_LOG_WIDTH = 120
+"""Columns of the tables where no terminal says how wide it is."""
+
 
 def replay(
     trace: Annotated[
@@ -95,7 +98,10 @@ def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
 
 def _run(options: ReplayOptions, json_file: Path | None, plot_file: Path | None) -> int:
     # With the JSON on standard output, everything for people goes to standard error.
-    console = Console(stderr=str(json_file) == "-")
+    to_stderr = str(json_file) == "-"
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console = Console(stderr=to_stderr, width=_LOG_WIDTH)
     with _progress(console) as on_news:
         if options.launcher == "torchrun":
             status, report = torchrun.run_under_torchrun(options, on_news)

@@ -166,6 +166,20 @@ class StageBacking:
         storage = self._reservation(number)
         return tensors.buffer_view(storage, self.layouts[number], index, dtype or spec.dtype, shape, strides)
 
+    def layers(self, pool: str, buffer: int = 0) -> torch.Tensor:
+        """One native buffer of every local layer as a single tensor ``[layers, *native_shape]``.
+
+        Args:
+            pool: name of the pool.
+            buffer: which buffer of a layer (K, V).
+
+        Raises:
+            ConfigError: the pool or the buffer does not exist.
+        """
+        number = self.stage.pool_index(pool)
+        blocks = self.stage.blocks(self.stage.pools[number])
+        return tensors.stacked_view(self._reservation(number), self.layouts[number], blocks, buffer)
+
     def close(self) -> None:
         """Unmap, release, free the addresses. Idempotent. Views must not be used afterwards."""
         self._storage.clear()
@@ -176,7 +190,8 @@ class StageBacking:
             if self.layouts[index].reservation_bytes:
                 self._storage[index] = from_dlpack(self.native.array(index))
             else:
-                self._storage[index] = torch.empty(0, dtype=torch.uint8)
+                where = f"cuda:{self.device.ordinal}" if self.device.kind == "cuda" else "cpu"
+                self._storage[index] = torch.empty(0, dtype=torch.uint8, device=where)
         return self._storage[index]
 
 

@@ -220,9 +220,9 @@ class ModelPlan:
         tokens, short_rank = self._least_tokens(capacities, stages, charged)
         self._require_floors(tokens, slots, short_rank)
         spec = self.with_tokens(min(tokens, tokens_max) if tokens_max else tokens, slots)
+        needs = [minimum_bytes(stage, cut.granule_bytes) for stage in spec.stages(cut.pp_size, cut.partition)]
         for rank, capacity in enumerate(capacities):
-            stage = spec.stage(rank // self.tp_size, cut.pp_size, cut.partition)
-            needed = minimum_bytes(stage, cut.granule_bytes)
+            needed = needs[rank // self.tp_size]
             if capacity < needed:
                 reason = f"the null page and one page of each domain need {format_bytes(needed)} there"
                 raise _ShortageError(rank, reason)

@@ -366,10 +366,14 @@ class ModelSpec:
         Raises:
             ConfigError: the stage does not exist.
         """
-        first, end = layer_range(self.num_layers, pp_rank, pp_size, partition)
-        pools = local_pools(self.pools, self.num_layers, pp_rank, pp_size, partition)
-        return StageSpec(self.name, self.digest(), pp_rank, pp_size, first, end, self.domains, pools)
+        return self._stage(self.digest(), pp_rank, pp_size, partition)
 
     def stages(self, pp_size: int, partition: Sequence[int] | None = None) -> tuple[StageSpec, ...]:
         """All stages of a pipeline, in order."""
-        return tuple(self.stage(rank, pp_size, partition) for rank in range(pp_size))
+        digest = self.digest()
+        return tuple(self._stage(digest, rank, pp_size, partition) for rank in range(pp_size))
+
+    def _stage(self, digest: str, pp_rank: int, pp_size: int, partition: Sequence[int] | None) -> StageSpec:
+        first, end = layer_range(self.num_layers, pp_rank, pp_size, partition)
+        pools = local_pools(self.pools, self.num_layers, pp_rank, pp_size, partition)
+        return StageSpec(self.name, digest, pp_rank, pp_size, first, end, self.domains, pools)

@@ -78,3 +78,29 @@ def buffer_view(
     usable = buffer_bytes // item * item
     elements = storage[start : start + usable].view(getattr(torch, dtype))
     return elements.as_strided(tuple(shape), tuple(strides), elements.storage_offset())
+
+
+def stacked_view(storage: torch.Tensor, layout: PoolLayout, blocks: int, buffer: int = 0) -> torch.Tensor:
+    """One native buffer of every local layer as a single tensor, for engines that allocate layers together.
+
+    Args:
+        storage: uint8, 1-D, the whole reservation.
+        layout: where the pool's lanes lie.
+        blocks: blocks of the domain.
+        buffer: which buffer of a layer.
+
+    Returns:
+        ``[layers, *native_shape]`` of the native element type. Contiguous inside a layer; the step from layer to
+        layer is that of the reservation.
+
+    Raises:
+        ConfigError: the layers have no such buffer.
+    """
+    pool = layout.pool
+    if not 0 <= buffer < pool.buffers_per_layer:
+        raise ConfigError(f"pool {pool.name!r}: buffer {buffer} does not exist; a layer has {pool.buffers_per_layer}")
+    item = DTYPE_BYTES[pool.dtype]
+    step = layout.buffer_stride // item
+    shape = (len(pool.layers), *pool.native_shape(blocks))
+    strides = (step * pool.buffers_per_layer, *pool.native_strides())
+    return storage.view(getattr(torch, pool.dtype)).as_strided(shape, strides, buffer * step)

@@ -58,6 +58,11 @@ class CoordinatedStore:
             return None
         return {name: ids.tolist() for name, ids in granted.items()}
 
+    def headroom(self, domain: str) -> int:
+        """Blocks free or growable."""
+        space = self._coordinator.domains[domain]
+        return space.available + space.growable
+
     def free(self, domain: str, blocks: Blocks) -> None:
         """Check the stamps, then free."""
         self.stamps.verify(domain, blocks, "free")

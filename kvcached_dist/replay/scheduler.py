@@ -34,6 +34,9 @@ class BlockStore(Protocol):
     def alloc(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
         """All of the blocks or none; None is an ordinary miss, equal on all ranks."""
 
+    def headroom(self, domain: str) -> int:
+        """Blocks that are free or that every rank could still back, as the applied log says."""
+
     def free(self, domain: str, blocks: Blocks) -> None:
         """Check the stamps, then give the blocks back."""
 
@@ -362,14 +365,11 @@ class Scheduler:
         full, swa = sequence.enter(self.cache)
         taken = min(budget, sequence.target - sequence.computed)
         need = sequence.needs(taken)
-        granted = self._alloc(need)
+        granted = self._alloc(need) if self._has_room_for(sequence) else None
         if granted is None:
             self.cache.unlock(sequence.path)
             self._admit_from = batch.step + self.config.admission_pause_steps
-            if self.running:
-                if self.cache.evictable_tokens:
-                    self._ask_eviction(max(taken, HASH_BLOCK_TOKENS))
-            else:
+            if not self.running:
                 batch.short.append((sequence, need))
             return 0
         self._head_short_since = None
@@ -384,6 +384,21 @@ class Scheduler:
         self.running.insert(at, sequence)
         self._prefill(batch, sequence, granted, taken)
         return taken
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether the prompts that were begun and this one fit; asks for eviction where only that makes room.
+
+        Output tokens are not counted: how many there will be is not known to a server, hence retraction.
+        """
+        block_tokens = self.shape.full_tokens
+        if not block_tokens or not self.running:
+            return True
+        begun = sum(-(-s.target // block_tokens) - len(s.full) for s in self.running if s.phase is Phase.PREFILL)
+        own = -(-sequence.target // block_tokens) - len(sequence.full)
+        missing_tokens = (begun + own - self._store.headroom("full")) * block_tokens
+        if missing_tokens > 0 and self.cache.evictable_tokens:
+            self._ask_eviction(min(missing_tokens, self.cache.evictable_tokens))
+        return missing_tokens <= 0
 
     def _prefill(self, batch: Batch, sequence: Sequence, granted: dict[str, list[int]], tokens: int) -> None:
         batch.write(sequence.take(granted))

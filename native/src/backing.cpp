@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ranges>
 #include <stdexcept>
 #include <utility>
 
@@ -21,7 +22,7 @@ class Backing::Operation {
   }
 
   // The reason why nothing can be done for these runs; empty if there is none.
-  std::string refusal(const Runs& runs) const {
+  [[nodiscard]] std::string refusal(const Runs& runs) const {
     if (backing_.closed_) return "the backing is closed";
     if (!backing_.device_->in_owner_process()) return "the backing belongs to the process that forked this one";
     return backing_.refusal_of(runs);
@@ -163,7 +164,8 @@ Backing::RunRecord& Backing::attach(const Run& run) {
   RunRecord record{.run = run, .parts = {}, .txns = {}};
   const auto pools = pools_of_domain_.find(run.domain);
   if (pools != pools_of_domain_.end()) {
-    for (const std::size_t pool : pools->second) record.parts.push_back({pool, pools_[pool]->table.attach(run)});
+    for (const std::size_t pool : pools->second)
+      record.parts.push_back({.pool = pool, .extents = pools_[pool]->table.attach(run)});
   }
   return runs_[run.domain].emplace(run.first, std::move(record)).first->second;
 }
@@ -179,7 +181,7 @@ void Backing::detach_if_idle(const Run& run) {
 }
 
 std::vector<ExtentTable::Missing> Backing::plan(const Runs& runs) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const std::string refusal = refusal_of(runs);
   if (!refusal.empty()) throw std::invalid_argument(refusal);
   std::vector<ExtentTable::Missing> missing(pools_.size());
@@ -192,12 +194,43 @@ std::vector<ExtentTable::Missing> Backing::plan(const Runs& runs) {
       records.push_back(find(run));
     }
     for (std::size_t i = 0; i < pools.size(); ++i) {
-      std::vector<const RunExtents*> attached;
-      for (const RunRecord* record : records) attached.push_back(record ? &record->parts[i].extents : nullptr);
+      std::vector<const RunExtents*> attached(records.size(), nullptr);
+      for (std::size_t r = 0; r < records.size(); ++r) {
+        if (records[r] != nullptr) attached[r] = &records[r]->parts[i].extents;
+      }
       missing[pools[i]] = pools_[pools[i]]->table.missing(own, attached);
     }
   }
   return missing;
+}
+
+// Applies `step` to the shares of a run, pool by pool. The operation notes refusals; `kStop` ends at the first.
+template <typename Step>
+bool Backing::walk(Operation& operation, RunRecord& record, OnRefusal on_refusal, const Step& step) {
+  bool complete = true;
+  for (PoolPart& part : record.parts) {
+    for (Share& share : part.extents.shares()) {
+      const ByteRange range = share.extent->range;
+      const Result result = step(part.pool, share);
+      if (result.ok()) continue;
+      operation.fail(result, part.pool, range);
+      complete = false;
+      if (on_refusal == OnRefusal::kStop) return false;
+    }
+  }
+  return complete;
+}
+
+std::vector<Backing::RunRecord*> Backing::attach_all(const Runs& runs, std::int64_t txn) {
+  std::vector<RunRecord*> records;
+  records.reserve(runs.size());
+  for (const Run& run : runs) {
+    RunRecord* record = find(run);
+    if (record == nullptr) record = &attach(run);
+    if (std::ranges::find(record->txns, txn) == record->txns.end()) record->txns.push_back(txn);
+    records.push_back(record);
+  }
+  return records;
 }
 
 Outcome Backing::reserve(std::int64_t txn, const Runs& runs) {
@@ -205,43 +238,32 @@ Outcome Backing::reserve(std::int64_t txn, const Runs& runs) {
   if (std::string why = operation.refusal(runs); !why.empty()) return operation.refused(Call::kCreate, std::move(why));
   struct Taken {
     const Run* run;
-    ExtentTable* table;
+    std::size_t pool;
     Share* share;
   };
-  std::vector<RunRecord*> records;
+  const std::vector<RunRecord*> records = attach_all(runs, txn);
   std::size_t shares = 0;
-  for (const Run& run : runs) {
-    RunRecord* record = find(run);
-    if (record == nullptr) record = &attach(run);
-    records.push_back(record);
-    if (std::ranges::find(record->txns, txn) == record->txns.end()) record->txns.push_back(txn);
+  for (const RunRecord* record : records) {
     for (const PoolPart& part : record->parts) shares += part.extents.shares().size();
   }
   // Everything that could need memory of our own is done: from here on only the driver can refuse.
   std::vector<Taken> taken;
   taken.reserve(shares);
-  const auto take = [&](RunRecord& record) {
-    for (PoolPart& part : record.parts) {
-      ExtentTable& table = pools_[part.pool]->table;
-      for (Share& share : part.extents.shares()) {
-        if (share.holds) continue;
-        bool created = false;
-        const Result result = table.hold_share(share, txn, created);
-        if (!result.ok()) {
-          operation.fail(result, part.pool, share.extent->range);
-          return false;
-        }
-        if (created) operation.created(part.pool);
-        taken.push_back({&record.run, &table, &share});
-      }
-    }
-    return true;
+  const auto hold_all = [&](RunRecord* record) {
+    return walk(operation, *record, OnRefusal::kStop, [&](std::size_t pool, Share& share) {
+      if (share.holds) return Result{};
+      bool created = false;
+      const Result result = pools_[pool]->table.hold_share(share, txn, created);
+      if (result.ok()) taken.push_back({.run = &record->run, .pool = pool, .share = &share});
+      if (created) operation.created(pool);
+      return result;
+    });
   };
-  if (std::ranges::all_of(records, [&](RunRecord* record) { return take(*record); })) return operation.finish();
+  if (std::ranges::all_of(records, hold_all)) return operation.finish();
 
   std::size_t stuck = 0;
-  for (auto last = taken.rbegin(); last != taken.rend(); ++last) {
-    if (!last->table->release_share(*last->share, *last->run).ok()) ++stuck;
+  for (const Taken& last : std::views::reverse(taken)) {
+    if (!pools_[last.pool]->table.release_share(*last.share, *last.run).ok()) ++stuck;
   }
   if (stuck > 0) operation.add_detail("; " + std::to_string(stuck) + " created handles could not be released");
   for (const Run& run : runs) detach_if_idle(run);
@@ -251,22 +273,19 @@ Outcome Backing::reserve(std::int64_t txn, const Runs& runs) {
 Outcome Backing::abort(std::int64_t txn) {
   Operation operation(*this);
   if (std::string why = operation.refusal({}); !why.empty()) return operation.refused(Call::kRelease, std::move(why));
-  Runs touched;
-  for (auto& [domain, records] : runs_) {
-    for (auto& [first, record] : records) {
-      if (std::erase(record.txns, txn) == 0) continue;
-      touched.push_back(record.run);
-      for (PoolPart& part : record.parts) {
-        for (Share& share : part.extents.shares()) {
-          if (share.txn != txn || share.maps) continue;
-          const ByteRange range = share.extent->range;
-          const Result result = pools_[part.pool]->table.release_share(share, record.run);
-          if (!result.ok()) operation.fail(result, part.pool, range);
-        }
-      }
+  std::vector<RunRecord*> touched;
+  for (Records& records : std::views::values(runs_)) {
+    for (RunRecord& record : std::views::values(records)) {
+      if (std::erase(record.txns, txn) > 0) touched.push_back(&record);
     }
   }
-  for (const Run& run : touched) detach_if_idle(run);
+  for (RunRecord* record : touched) {
+    walk(operation, *record, OnRefusal::kGoOn, [&](std::size_t pool, Share& share) {
+      if (share.txn != txn || share.maps) return Result{};
+      return pools_[pool]->table.release_share(share, record->run);
+    });
+    detach_if_idle(Run(record->run));
+  }
   return operation.finish();
 }
 
@@ -276,27 +295,20 @@ Outcome Backing::map(const Runs& runs) {
   std::vector<StridedFill> fills;
   std::vector<std::size_t> fill_pools;  // the pool of each fill
   for (const Run& run : runs) {
-    RunRecord* record = find(run);
+    const RunRecord* record = find(run);
     if (record == nullptr) return operation.refused(Call::kMap, "run " + to_string(run) + " is not reserved");
     for (const PoolPart& part : record->parts) {
       if (!std::ranges::all_of(part.extents.shares(), &Share::holds)) {
-        return operation.refused(Call::kMap,
-                                 "run " + to_string(run) + " has extents without a handle; reserve it again");
+        return operation.refused(Call::kMap, "run " + to_string(run) + " lacks handles; reserve it again");
       }
       const Pool& pool = *pools_[part.pool];
       pool.geometry.append_fills(run, pool.table.base(), fills);
       fill_pools.resize(fills.size(), part.pool);
     }
   }
+  const auto step = [&](std::size_t pool, Share& share) { return pools_[pool]->table.map_share(share); };
   for (const Run& run : runs) {
-    for (PoolPart& part : find(run)->parts) {
-      for (Share& share : part.extents.shares()) {
-        const Result result = pools_[part.pool]->table.map_share(share);
-        if (result.ok()) continue;
-        operation.fail(result, part.pool, share.extent->range);
-        return operation.finish();
-      }
-    }
+    if (!walk(operation, *find(run), OnRefusal::kStop, step)) return operation.finish();
   }
   return fill(operation, fills, fill_pools);
 }
@@ -323,17 +335,10 @@ Outcome Backing::fill(Operation& operation, const std::vector<StridedFill>& fill
 Outcome Backing::unmap(const Runs& runs) {
   Operation operation(*this);
   if (std::string why = operation.refusal(runs); !why.empty()) return operation.refused(Call::kUnmap, std::move(why));
+  const auto step = [&](std::size_t pool, Share& share) { return pools_[pool]->table.unmap_share(share); };
   for (const Run& run : runs) {
     RunRecord* record = find(run);
-    if (record == nullptr) continue;
-    for (PoolPart& part : record->parts) {
-      for (Share& share : part.extents.shares()) {
-        const Result result = pools_[part.pool]->table.unmap_share(share);
-        if (result.ok()) continue;
-        operation.fail(result, part.pool, share.extent->range);
-        return operation.finish();
-      }
-    }
+    if (record != nullptr && !walk(operation, *record, OnRefusal::kStop, step)) break;
   }
   return operation.finish();
 }
@@ -341,37 +346,36 @@ Outcome Backing::unmap(const Runs& runs) {
 Outcome Backing::release(const Runs& runs) {
   Operation operation(*this);
   if (std::string why = operation.refusal(runs); !why.empty()) return operation.refused(Call::kRelease, std::move(why));
-  for (const Run& run : runs) {
+  const auto is_mapped = [this](const Run& run) {
     const RunRecord* record = find(run);
-    if (record == nullptr) continue;
-    for (const PoolPart& part : record->parts) {
-      if (std::ranges::any_of(part.extents.shares(), &Share::maps)) {
-        return operation.refused(Call::kRelease, "run " + to_string(run) + " is still mapped");
-      }
-    }
+    return record != nullptr && std::ranges::any_of(record->parts, [](const PoolPart& part) {
+             return std::ranges::any_of(part.extents.shares(), &Share::maps);
+           });
+  };
+  if (const auto mapped = std::ranges::find_if(runs, is_mapped); mapped != runs.end()) {
+    return operation.refused(Call::kRelease, "run " + to_string(*mapped) + " is still mapped");
   }
   for (const Run& run : runs) {
-    for (std::size_t pool = 0; pool < pools_.size(); ++pool) {
-      ByteRange refused;
-      const Result result = pools_[pool]->table.release_orphans(run, refused);
-      if (!result.ok()) operation.fail(result, pool, refused);
-    }
+    release_orphans(operation, run);
     RunRecord* record = find(run);
     if (record == nullptr) continue;
-    for (PoolPart& part : record->parts) {
-      for (Share& share : part.extents.shares()) {
-        const ByteRange range = share.extent->range;
-        const Result result = pools_[part.pool]->table.release_share(share, run);
-        if (!result.ok()) operation.fail(result, part.pool, range);
-      }
-    }
+    walk(operation, *record, OnRefusal::kGoOn,
+         [&](std::size_t pool, Share& share) { return pools_[pool]->table.release_share(share, run); });
     detach_if_idle(run);
   }
   return operation.finish();
 }
 
+void Backing::release_orphans(Operation& operation, const Run& run) {
+  for (std::size_t pool = 0; pool < pools_.size(); ++pool) {
+    ByteRange refused;
+    const Result result = pools_[pool]->table.release_orphans(run, refused);
+    if (!result.ok()) operation.fail(result, pool, refused);
+  }
+}
+
 void Backing::close() {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   if (std::exchange(closed_, true) || !device_->in_owner_process()) return;
   give_back_everything();
   for (const auto& pool : pools_) free_addresses(*pool);
@@ -397,7 +401,7 @@ void Backing::give_back_everything() {
 }
 
 std::vector<Backing::ExtentView> Backing::extents(std::size_t pool) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   std::map<std::uint64_t, ExtentView> by_offset;
   for (const auto& [domain, records] : runs_) {
     for (const auto& [first, record] : records) {
@@ -411,18 +415,17 @@ std::vector<Backing::ExtentView> Backing::extents(std::size_t pool) {
       }
     }
   }
-  std::vector<ExtentView> views;
-  for (const auto& [offset, view] : by_offset) views.push_back(view);
-  return views;
+  const auto views = std::views::values(by_offset);
+  return {views.begin(), views.end()};
 }
 
 void Backing::add_export(std::size_t pool) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   ++pools_[pool]->exports;
 }
 
 void Backing::drop_export(std::size_t pool) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   --pools_[pool]->exports;
   if (closed_ && device_->in_owner_process()) free_addresses(*pools_[pool]);
 }

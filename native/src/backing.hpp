@@ -99,12 +99,17 @@ class Backing {
   };
   using Records = std::map<std::int64_t, RunRecord>;  // by first page
   class Operation;
+  enum class OnRefusal : std::uint8_t { kStop, kGoOn };
 
+  template <typename Step>
+  bool walk(Operation& operation, RunRecord& record, OnRefusal on_refusal, const Step& step);
   [[nodiscard]] std::string refusal_of(const Runs& runs) const;
   [[nodiscard]] std::string refusal_of(const Run& run) const;
   RunRecord* find(const Run& run);
   RunRecord& attach(const Run& run);
+  std::vector<RunRecord*> attach_all(const Runs& runs, std::int64_t txn);
   void detach_if_idle(const Run& run);
+  void release_orphans(Operation& operation, const Run& run);
   Outcome fill(Operation& operation, const std::vector<StridedFill>& fills, const std::vector<std::size_t>& pools);
   void reserve_addresses();
   void free_addresses(Pool& pool);

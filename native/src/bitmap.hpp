@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <ranges>
 #include <vector>
 
 namespace kvcached_dist {
@@ -46,8 +47,8 @@ class Bitmap {
   [[nodiscard]] std::size_t lowest() const {
     if (levels_.empty() || levels_.back().empty() || levels_.back()[0] == 0) return kNone;
     std::size_t at = 0;
-    for (auto level = levels_.rbegin(); level != levels_.rend(); ++level) {
-      at = at * kWordBits + static_cast<std::size_t>(std::countr_zero((*level)[at]));
+    for (const auto& level : std::views::reverse(levels_)) {
+      at = at * kWordBits + static_cast<std::size_t>(std::countr_zero(level[at]));
     }
     return at;
   }

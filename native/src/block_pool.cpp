@@ -9,7 +9,7 @@ namespace kvcached_dist {
 namespace {
 
 constexpr std::int64_t kWordBits = 64;
-constexpr std::int64_t kBlocksMax = std::int64_t{1} << 36U;
+constexpr std::int64_t kBlocksMax = 1LL << 36;  // NOLINT(bugprone-signed-bitwise)
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 

@@ -11,10 +11,10 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 namespace kvcached_dist {
 namespace {
@@ -34,9 +34,8 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "slots are shared
 
 // Start time of a live process in clock ticks since boot, 0 if it is gone. A zombie has freed its memory.
 std::uint64_t start_ticks_of(std::int64_t pid) {
-  std::array<char, 32> path{};
-  std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
-  const int fd = ::open(path.data(), O_RDONLY | O_CLOEXEC);
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);  // NOLINT(cppcoreguidelines-pro-type-vararg)
   if (fd < 0) return 0;
   std::array<char, 1024> buffer{};
   const ssize_t length = ::read(fd, buffer.data(), buffer.size());
@@ -118,7 +117,7 @@ std::unique_ptr<CardFile> CardFile::join(const std::string& path, std::uint64_t 
   struct stat info{};
   if (::fstat(card->fd_, &info) != 0 || !S_ISREG(info.st_mode)) return failed("is not a regular file");
   const bool fresh = info.st_size == 0;
-  if (!fresh && info.st_size != static_cast<off_t>(sizeof(Layout))) return failed("is not a card file");
+  if (!fresh && !std::cmp_equal(info.st_size, sizeof(Layout))) return failed("is not a card file");
   if (fresh && ::ftruncate(card->fd_, sizeof(Layout)) != 0) return failed(std::strerror(errno));
   void* mapped = ::mmap(nullptr, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_SHARED, card->fd_, 0);
   if (mapped == MAP_FAILED) return failed(std::string("cannot be mapped: ") + std::strerror(errno));

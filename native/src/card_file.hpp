@@ -33,7 +33,7 @@ class CardFile {
   struct Layout;
   CardFile() = default;
 
-  std::uint64_t owned_bytes() const;
+  [[nodiscard]] std::uint64_t owned_bytes() const;
   void sweep_dead_owners();
 
   int fd_ = -1;

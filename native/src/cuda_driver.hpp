@@ -1,6 +1,7 @@
 // CudaDriver: the few entry points of the CUDA driver that we use, found at run time.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -44,8 +45,8 @@ struct CUmemAllocationProp {
   struct {
     unsigned char compression_type = 0;
     unsigned char gpu_direct_rdma_capable = 0;
-    unsigned short usage = 0;
-    unsigned char reserved[4] = {};  // NOLINT(cppcoreguidelines-avoid-c-arrays): the driver's layout
+    std::uint16_t usage = 0;
+    std::array<unsigned char, 4> reserved{};
   } alloc_flags;
 };
 static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, alloc_flags) == 24);

@@ -27,8 +27,7 @@ Result result_of(cuda::CUresult code) {
 // meanwhile: in the default mode our calls would invalidate a graph that another thread is capturing.
 class CudaDevice::Current {
  public:
-  explicit Current(const CudaDevice& device) : driver_(*device.driver_) {
-    code_ = driver_.ctx_push(device.context_);
+  explicit Current(const CudaDevice& device) : driver_(*device.driver_), code_(driver_.ctx_push(device.context_)) {
     if (code_ != cuda::kSuccess) return;
     pushed_ = true;
     code_ = driver_.exchange_capture_mode(&capture_mode_);
@@ -46,13 +45,13 @@ class CudaDevice::Current {
 
   // Runs `call` if the device could be made current.
   template <typename Call>
-  Result run(Call&& call) const {
+  Result run(const Call& call) const {
     return result_of(code_ == cuda::kSuccess ? call(driver_) : code_);
   }
 
  private:
   const cuda::Driver& driver_;
-  cuda::CUresult code_ = cuda::kSuccess;
+  cuda::CUresult code_;
   int capture_mode_ = cuda::kCaptureModeRelaxed;  // exchanged: holds the caller's mode until the end
   bool pushed_ = false;
   bool relaxed_ = false;

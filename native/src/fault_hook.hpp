@@ -26,24 +26,24 @@ class FaultHook {
   using Totals = std::array<std::uint64_t, kCallCount>;
 
   void arm(const Fault& fault) {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     armed_.push_back({.fault = fault});
     active_.store(true, std::memory_order_relaxed);
   }
 
   void clear() {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     armed_.clear();
     active_.store(false, std::memory_order_relaxed);
   }
 
   Totals hits() const {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     return hits_;
   }
 
   Totals seen() const {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     return seen_;
   }
 
@@ -60,7 +60,7 @@ class FaultHook {
     std::chrono::microseconds delay{0};
     bool fail = false;
     {
-      const std::lock_guard lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       ++seen_[index_of(call)];
       bool hit = false;
       for (Armed& armed : armed_) {

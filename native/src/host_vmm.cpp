@@ -80,7 +80,7 @@ HostDevice::~HostDevice() {
 Result HostDevice::memory_info(MemoryInfo& info) {
   info.total_bytes = capacity_bytes_;
   if (card_file_ != nullptr) return card_file_->free_bytes(info.free_bytes);
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   info.free_bytes = capacity_bytes_ - committed_bytes_;
   return {};
 }
@@ -94,7 +94,7 @@ std::uint64_t HostDevice::resident_bytes() const {
 
 Result HostDevice::charge(std::uint64_t bytes) {
   if (card_file_ != nullptr) return card_file_->charge(bytes);
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   if (bytes > capacity_bytes_ - committed_bytes_) return out_of_memory(ENOMEM);
   committed_bytes_ += bytes;
   return {};
@@ -105,7 +105,7 @@ void HostDevice::refund(std::uint64_t bytes) {
     card_file_->refund(bytes);
     return;
   }
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   committed_bytes_ -= bytes;
 }
 
@@ -136,14 +136,14 @@ Result HostDevice::do_reserve(std::uint64_t bytes, Address& address) {
   if (aligned > start) ::munmap(raw, aligned - start);
   const std::uint64_t tail = start + padded - (aligned + bytes);
   if (tail > 0) ::munmap(pointer(aligned + bytes), tail);
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   reservations_.emplace(aligned, bytes);
   address = aligned;
   return {};
 }
 
 Result HostDevice::do_free_address(Address address, std::uint64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = reservations_.find(address);
   if (found == reservations_.end() || found->second != bytes || overlaps_mapping(address, bytes)) return invalid();
   if (::munmap(pointer(address), bytes) != 0) return driver_error(errno);
@@ -155,7 +155,7 @@ Result HostDevice::do_create(std::uint64_t bytes, Handle& handle) {
   if (!is_granular(bytes)) return invalid();
   std::uint64_t offset = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     if (bytes > kOffsetMax - next_offset_) return driver_error(EFBIG);
     offset = next_offset_;
     next_offset_ += bytes;
@@ -174,7 +174,7 @@ Result HostDevice::do_create(std::uint64_t bytes, Handle& handle) {
     refund(bytes);
     return code == ENOSPC || code == ENOMEM ? out_of_memory(code) : driver_error(code);
   }
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   allocations_.emplace(offset, Allocation{.bytes = bytes});
   handle = offset;
   return {};
@@ -182,7 +182,7 @@ Result HostDevice::do_create(std::uint64_t bytes, Handle& handle) {
 
 Result HostDevice::do_release(Handle handle, std::uint64_t bytes) {
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     const auto found = allocations_.find(handle);
     if (found == allocations_.end() || found->second.bytes != bytes || found->second.mapped) return invalid();
     if (::fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(handle),
@@ -196,7 +196,7 @@ Result HostDevice::do_release(Handle handle, std::uint64_t bytes) {
 }
 
 Result HostDevice::do_map(Address address, std::uint64_t bytes, Handle handle) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = allocations_.find(handle);
   if (found == allocations_.end() || found->second.bytes != bytes || found->second.mapped) return invalid();
   if (address % granule_bytes() != 0 || !is_reserved(address, bytes) || overlaps_mapping(address, bytes)) {
@@ -210,7 +210,7 @@ Result HostDevice::do_map(Address address, std::uint64_t bytes, Handle handle) {
 }
 
 Result HostDevice::do_access(Address address, std::uint64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = mappings_.find(address);
   if (found == mappings_.end() || found->second.bytes != bytes) return invalid();
   if (::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) return driver_error(errno);
@@ -218,7 +218,7 @@ Result HostDevice::do_access(Address address, std::uint64_t bytes) {
 }
 
 Result HostDevice::do_unmap(Address address, std::uint64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   const auto found = mappings_.find(address);
   if (found == mappings_.end() || found->second.bytes != bytes) return invalid();
   void* blank =

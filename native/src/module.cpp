@@ -103,6 +103,20 @@ std::size_t checked_pool(const Backing& backing, std::int64_t pool) {
       ("pool " + std::to_string(pool) + " of " + std::to_string(backing.pool_count()) + " pools").c_str());
 }
 
+const char* name_of(ExtentState state) {
+  switch (state) {
+    case ExtentState::kEmpty:
+      return "empty";
+    case ExtentState::kHeld:
+      return "held";
+    case ExtentState::kMapped:
+      return "no_access";
+    case ExtentState::kAccessible:
+      return "mapped";
+  }
+  return "unknown";
+}
+
 // What an array holds on to: the backing, so that it is not taken apart underneath, and a count in it.
 struct Export {
   nb::object owner;
@@ -111,10 +125,10 @@ struct Export {
 };
 
 ByteArray array_of(const nb::object& self, std::int64_t index) {
-  Backing& backing = nb::cast<Backing&>(self);
+  auto& backing = nb::cast<Backing&>(self);
   const std::size_t pool = checked_pool(backing, index);
   backing.add_export(pool);
-  const nb::capsule owner(new Export{self, &backing, pool}, [](void* data) noexcept {
+  const nb::capsule owner(new Export{.owner = self, .backing = &backing, .pool = pool}, [](void* data) noexcept {
     const std::unique_ptr<Export> exported(static_cast<Export*>(data));
     const nb::gil_scoped_release unlocked;
     exported->backing->drop_export(exported->pool);
@@ -142,8 +156,7 @@ std::vector<std::tuple<std::uint64_t, std::uint64_t, std::string, std::uint32_t>
   std::vector<std::tuple<std::uint64_t, std::uint64_t, std::string, std::uint32_t>> listed;
   listed.reserve(views.size());
   for (const auto& [range, state, holders] : views) {
-    const char* word = state == ExtentState::kHeld ? "held" : state == ExtentState::kMapped ? "no_access" : "mapped";
-    listed.emplace_back(range.offset, range.bytes, word, holders);
+    listed.emplace_back(range.offset, range.bytes, name_of(state), holders);
   }
   return listed;
 }
@@ -152,6 +165,7 @@ template <typename Total>
 auto per_pool(Total total) {
   return [total](const Backing& backing) {
     std::vector<std::int64_t> totals;
+    totals.reserve(backing.pool_count());
     for (std::size_t i = 0; i < backing.pool_count(); ++i) {
       totals.push_back(static_cast<std::int64_t>((backing.table(i).*total)()));
     }
@@ -173,7 +187,7 @@ std::optional<NumpyBlocks> alloc(BlockPool& pool, std::int64_t count) {
   if (count < 0) throw std::invalid_argument("cannot allocate " + std::to_string(count) + " blocks");
   if (count > pool.available()) return std::nullopt;
   const auto size = static_cast<std::size_t>(count);
-  auto blocks = std::make_unique_for_overwrite<std::int64_t[]>(size);  // NOLINT(cppcoreguidelines-avoid-c-arrays)
+  auto blocks = std::make_unique_for_overwrite<std::int64_t[]>(size);  // NOLINT(*-avoid-c-arrays): numpy takes it over
   pool.alloc({blocks.get(), size});
   std::int64_t* data = blocks.get();
   const nb::capsule owner(blocks.release(), [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
@@ -247,17 +261,20 @@ void bind_backing(nb::module_& m) {
       .def_prop_ro("lanes",
                    [](const PoolGeometry& geometry) {
                      std::vector<PyRange> lanes;
+                     lanes.reserve(geometry.lanes.size());
                      for (const Lane& lane : geometry.lanes) lanes.emplace_back(lane.base, lane.page_bytes);
                      return lanes;
                    })
       .def_prop_ro("pinned",
                    [](const PoolGeometry& geometry) {
                      std::vector<PyRange> ranges;
+                     ranges.reserve(geometry.pinned.size());
                      for (const ByteRange& range : geometry.pinned) ranges.emplace_back(range.offset, range.bytes);
                      return ranges;
                    })
       .def_prop_ro("fill", [](const PoolGeometry& geometry) {
         std::vector<PyFill> pieces;
+        pieces.reserve(geometry.fill.size());
         for (const FillPiece& piece : geometry.fill) pieces.emplace_back(piece.offset, piece.bytes, piece.pattern);
         return pieces;
       });
@@ -329,6 +346,7 @@ void bind_block_pool(nb::module_& m) {
 }  // namespace
 }  // namespace kvcached_dist
 
+// NOLINTNEXTLINE: the macro is nanobind's
 NB_MODULE(_native, m) {
   m.doc() = "Virtual-memory backends, extent tables and the block pool of kvcached_dist.";
   kvcached_dist::bind_devices(m);

@@ -12,10 +12,11 @@ import pytest
 
 from kvcached_dist.coord.core.errors import LinkDown
 from kvcached_dist.coord.core.messages import Beat, Message
-from kvcached_dist.coord.core.types import Epoch, Rank, Txn
+from kvcached_dist.coord.core.types import Epoch, Rank
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.link import Link
 from kvcached_dist.coord.links.store import connect_store
+from tests.links.blank import make
 from tests.links.peer import BEAT_S, LEASE_S, PeerProcess
 
 _sessions = itertools.count(1)
@@ -79,9 +80,10 @@ class End:
             self._beater.start()
 
     def _beat(self) -> None:
+        beat = make(Beat, epoch=self.link.epoch)
         while self.link.down is None:
             try:
-                self.link.send(Beat(self.link.epoch, 0, (), 0, Txn(0)))
+                self.link.send(beat)
             except LinkDown:
                 return
             time.sleep(BEAT_S)

@@ -22,6 +22,7 @@ from kvcached_dist.coord.links.codec import FRAME_BYTES
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.pair import connect_pair
 from kvcached_dist.coord.links.store import connect_store
+from tests.links.blank import make
 
 _out = threading.Lock()
 kept: list[Any] = []
@@ -46,9 +47,10 @@ class Follower:
             threading.Thread(target=self.beat, daemon=True).start()
 
     def beat(self) -> None:
+        beat = make(Beat, epoch=self.link.epoch)
         while self.link.down is None:
             try:
-                self.link.send(Beat(self.link.epoch, 0, (), 0, Txn(0)))
+                self.link.send(beat)
             except LinkDown:
                 return
             time.sleep(self._beat_s)

@@ -26,7 +26,7 @@ mtype = { NOTHING, RESERVE, MAP, ABORT,
 
 /* Links. An answer and the reply to a query use the same words; the bit tells them apart. */
 chan down[N]  = [2 * NUMBERS + 1] of { mtype, byte, byte }; /* kind, txn, runs */
-chan query[N] = [1] of { byte };                            /* txn */
+chan query[N] = [2] of { byte };                            /* txn */
 chan up[N]    = [4 * NUMBERS] of { bit, byte, mtype };      /* is a reply, txn, phase */
 byte flying[NUMBERS];           /* messages in flight per transaction number */
 
@@ -222,9 +222,10 @@ inline give_back(m) {
     m = 0
 }
 
-#define SILENT(r) ((phase == VOTING || phase == MAPPING) && !HAS(yes | no, r))
-#define ASKABLE(r) (SILENT(r) && !HAS(asked, r) && unreplied[r] < QUERIES)
-#define UNHEARD(r) (SILENT(r) && HAS(asked, r) && empty(query[r]) && !up[r]??[1, eval(txn), _])
+/* One link loses answers and replies; the other ranks are merely slow. */
+#define LOSSY (N - 1)
+#define SILENT ((phase == VOTING || phase == MAPPING) && !HAS(yes | no, LOSSY))
+#define UNHEARD (HAS(asked, LOSSY) && len(query[LOSSY]) == 0 && !up[LOSSY]??[1, eval(txn), _])
 
 proctype Leader() {
     byte x, m;
@@ -256,25 +257,13 @@ proctype Leader() {
     :: d_step { LOCAL_DONE && phase == VOTING -> abort_all() }
 #endif
 #ifdef LOSS
-    /* The deadline: ask each silent rank; ask again, or give up, when no reply came in time. */
-    :: atomic { LOCAL_DONE && (ASKABLE(0) || ASKABLE(1) || ASKABLE(2)) ->
-        if
-        :: ASKABLE(0) -> m = 0
-        :: ASKABLE(1) -> m = 1
-        :: ASKABLE(2) -> m = 2
-        fi;
-        query[m]!txn; flying[txn]++; asked = asked | BIT(m); unreplied[m]++; m = 0 }
-    :: atomic { LOCAL_DONE && (UNHEARD(0) || UNHEARD(1) || UNHEARD(2)) ->
-        if
-        :: UNHEARD(0) -> m = 0
-        :: UNHEARD(1) -> m = 1
-        :: UNHEARD(2) -> m = 2
-        fi;
-        if
-        :: unreplied[m] >= QUERIES && phase == MAPPING -> phase = FAILED
-        :: else -> asked = asked & ~BIT(m)
-        fi;
-        m = 0 }
+    /* The deadline: ask the silent rank; ask again, or give up, when no reply came in time. */
+    :: d_step { LOCAL_DONE && SILENT && len(query[LOSSY]) < 2 && !HAS(asked, LOSSY) && unreplied[LOSSY] < QUERIES ->
+        query[LOSSY]!txn; flying[txn]++; asked = asked | BIT(LOSSY); unreplied[LOSSY]++ }
+    :: d_step { LOCAL_DONE && SILENT && UNHEARD && !(phase == MAPPING && unreplied[LOSSY] >= QUERIES) ->
+        asked = asked & ~BIT(LOSSY) }
+    :: d_step { LOCAL_DONE && SILENT && UNHEARD && phase == MAPPING && unreplied[LOSSY] >= QUERIES ->
+        phase = FAILED }
 #endif
 #ifdef MUTANT_PUBLISH_AFTER_RESERVE
     :: d_step { LOCAL_DONE && phase == MAPPING -> phase = READY }
@@ -307,7 +296,7 @@ inline answer(r, t, what) {
     if
     :: up[r]!0, t, what; flying[t]++
 #ifdef LOSS
-    :: true                     /* the answer is lost */
+    :: r == LOSSY               /* the answer is lost */
 #endif
     fi
 }
@@ -440,14 +429,13 @@ init {
     atomic {
         do
         :: i < N ->
-            run Worker(i); run Reader(i);
-#ifdef LOSS
-            run LinkThread(i);
-#endif
-            i++
+            run Worker(i); run Reader(i); i++
         :: else -> break
         od;
         i = 0;
+#ifdef LOSS
+        run LinkThread(LOSSY);
+#endif
         run Leader()
     }
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_dist.admission import AdmissionTurn
+from kvcached_dist.admission import POLL_S, YIELD_S, AdmissionTurn
 from kvcached_dist.coord.core.errors import ConfigError, WaitTimeout
 
 CARD = "0000:3b:00.0"
@@ -106,6 +106,42 @@ def test_the_last_holder_steps_back_once_for_a_waiter(tmp_path: Path) -> None:
         thread.join()
     share = order[:40].count(0) / 40
     assert 0.3 <= share <= 0.7, order
+
+
+def test_stepping_back_ends_with_the_turn_of_the_waiter_or_after_its_time(tmp_path: Path) -> None:
+    fake = FakeTime()
+    ours = AdmissionTurn(str(tmp_path), CARD, clock=fake.clock, sleep=fake.sleep)
+    waiter = AdmissionTurn(str(tmp_path), CARD, clock=fake.clock, sleep=lambda _: pytest.fail("has to wait"))
+    with ours.take(0):
+        token = int.from_bytes(ours.path.read_bytes()[8:16], "little")
+
+    def waits(somebody: int) -> None:
+        record = somebody.to_bytes(8, "little") + time.monotonic_ns().to_bytes(8, "little")
+        ours.path.write_bytes(ours.path.read_bytes()[:32].ljust(32, b"\0") + record.ljust(32, b"\0"))
+
+    waits(token ^ 2)
+    with ours.take(1):
+        assert fake.sleeps == pytest.approx([POLL_S] * round(YIELD_S / POLL_S))
+    fake.sleeps.clear()
+    waits(token)
+    with ours.take(1):
+        assert fake.sleeps == [], "does not wait for itself"
+    waits(token ^ 2)
+    with waiter.take(0):
+        pass
+    with ours.take(1):
+        assert fake.sleeps == [], "somebody has had a turn in between"
+
+
+def test_a_waiter_that_gave_up_is_not_waited_for(tmp_path: Path) -> None:
+    fake = FakeTime()
+    ours = AdmissionTurn(str(tmp_path), CARD, clock=fake.clock, sleep=fake.sleep)
+    theirs = AdmissionTurn(str(tmp_path), CARD, clock=fake.clock, sleep=fake.sleep)
+    with ours.take(0), pytest.raises(WaitTimeout), theirs.take(0.005):
+        pass
+    fake.sleeps.clear()
+    with ours.take(1):
+        assert fake.sleeps == []
 
 
 def test_a_rank_alone_never_steps_back(tmp_path: Path) -> None:

@@ -175,6 +175,17 @@ def test_views_and_bytes_are_the_same_memory(flash: StageBacking) -> None:
     assert tokens[2, 31, 7].view(torch.int16).item() == 0x0707
 
 
+def test_banks_are_slices_of_the_native_buffer(flash: StageBacking) -> None:
+    rows = flash.stage.domain("rows").blocks
+    per_page = flash.stage.domain("rows").blocks_per_page
+    grow(flash, 1, run(flash.stage, "rows", 1))
+    for bank in range(4):
+        flash.tensor("c128_state", bank)[2, per_page].view(torch.float32)[:] = bank
+    native = flash.layer("c128_state", 2)
+    values = [native[bank * (rows + 2) + per_page, 0].item() for bank in range(4)]
+    assert values == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_k_and_v_are_separate_buffers(device: _native.HostDevice) -> None:
     stage = catalogue.get("tiny-llama").with_blocks({"full": 9}).stage(1, 2)
     backing = StageBacking.open(device, stage)
@@ -185,6 +196,31 @@ def test_k_and_v_are_separate_buffers(device: _native.HostDevice) -> None:
         assert (view.shape, view.stride(), view.dtype) == ((9 * 16, 2, 24), (48, 24, 1), torch.bfloat16)
     with pytest.raises(ConfigError, match=r"'mha_kv': buffer 4 does not exist on this stage; it has 4"):
         backing.layer("mha_kv", 4)
+    backing.close()
+
+
+def test_layers_of_recurrent_state_are_one_tensor(device: _native.HostDevice) -> None:
+    stage = catalogue.get("tiny-mamba").with_tokens(64).stage(0, 1)
+    backing = StageBacking.open(device, stage)
+    grow(backing, 1, run(stage, "mamba", 1))
+    state = backing.layers("mamba_state")
+    assert (state.shape, state.dtype) == ((2, 64, 4, 20, 12), torch.float32)
+    state[1, 40] = 3.0
+    assert torch.equal(backing.layer("mamba_state", 1)[40], state[1, 40])
+    assert not backing.layer("mamba_state", 0)[40].any()
+    with pytest.raises(ConfigError, match="buffer 1 does not exist; a layer has 1"):
+        backing.layers("mamba_state", 1)
+    backing.close()
+
+
+def test_k_and_v_of_all_layers_interleave(device: _native.HostDevice) -> None:
+    stage = catalogue.get("tiny-llama").with_blocks({"full": 9}).stage(0, 1)
+    backing = StageBacking.open(device, stage)
+    for buffer in (0, 1):
+        stack = backing.layers("mha_kv", buffer)
+        assert stack.shape == (4, 9 * 16, 2, 24)
+        views = [backing.layer("mha_kv", 2 * layer + buffer) for layer in range(4)]
+        assert [stack[layer].data_ptr() for layer in range(4)] == [view.data_ptr() for view in views]
     backing.close()
 
 
@@ -211,6 +247,7 @@ def test_a_stage_without_layers_of_a_domain_agrees_at_once(device: _native.HostD
     grow(backing, 1, *runs)
     assert sum(backing.held_bytes()) == 0
     assert backing.tensor("c4_kv").shape == (0, 6, 3_456)
+    assert backing.layers("c4_state").shape[0] == 0
     shrink(backing, *runs)
     assert (backing.page_bytes("full"), backing.page_bytes("swa")) == (0, 2 * 12_672)
     backing.close()

@@ -132,6 +132,18 @@ def test_engine_allocates_twice_the_c4_state_that_it_can_address() -> None:
     assert state.charged_bytes == 2 * state.block_bytes
 
 
+def test_engine_charges_the_fp8_indexer_row_for_both_formats() -> None:
+    fp8, fp4 = catalogue.get("deepseek-v4-flash"), catalogue.get("deepseek-v4-flash", indexer="fp4")
+    assert fp4.bytes_per_token() == fp8.bytes_per_token()
+    assert [pool.charged_bytes for pool in fp4.pools if pool.name == "c4_indexer"] == [64 * 132]
+
+
+def test_slot_0_is_part_of_the_state_buffer() -> None:
+    """R34: the engine's state pool has one slot more than it hands out; slot 0 is padding."""
+    mamba = catalogue.get("qwen3-next-80b", state_slots=7).with_tokens(64).domains[1]
+    assert (mamba.blocks, mamba.tokens) == (8, 7)
+
+
 def test_fill_of_cleared_state_rows() -> None:
     offline = pools("deepseek-v4-flash")
     for name, dim in (("c4_state", 1024), ("c4_indexer_state", 256), ("c128_state", 512)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_dist.errors import ConfigError
@@ -43,6 +43,13 @@ def test_static_bytes_are_what_the_engine_allocates() -> None:
         + 9 * (5 + 2) * 128 * 1024 * 4
     )
     assert stage.static_bytes() == expected
+
+
+def test_static_bytes_count_every_bank() -> None:
+    plan = catalogue.get("deepseek-v4-flash", online_c128=True, draft_layers=1, draft_tokens=3)
+    model = plan.with_blocks({"full": 11, "swa": 4, "rows": 32})
+    pool = model.stage(0, 1).pool("c128_state")
+    assert pool.static_bytes(32) == 20 * (32 + 2) * 4 * 3 * 512 * 4
 
 
 def test_static_bytes_stay_near_the_capacity() -> None:
@@ -183,6 +190,7 @@ def test_domain_plans_state_one_rule() -> None:
         catalogue.get("qwen3-next-80b").with_tokens(1_024)
 
 
+@settings(max_examples=40)
 @given(megabytes=st.integers(32, 4_000), more=st.integers(0, 64))
 def test_more_memory_never_means_fewer_blocks(megabytes: int, more: int) -> None:
     plan = catalogue.get("tiny-dsv4")

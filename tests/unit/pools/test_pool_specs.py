@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_dist.errors import ConfigError
@@ -21,6 +21,7 @@ def eight_layers() -> ModelSpec:
     return ModelSpec("eight", 8, (DomainSpec("full", 17, 16),), (page_pool("kv", "full", tuple(range(8))),))
 
 
+@settings(max_examples=60)
 @given(num_layers=st.integers(0, 200), pp_size=st.integers(1, 16))
 def test_stages_are_contiguous_and_the_last_ones_are_longer(num_layers: int, pp_size: int) -> None:
     ranges = [layer_range(num_layers, rank, pp_size) for rank in range(pp_size)]
@@ -45,6 +46,7 @@ def test_stages_of_known_models(num_layers: int, pp_size: int, expected: list[tu
     assert [layer_range(num_layers, rank, pp_size) for rank in range(pp_size)] == expected
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_partition_fixes_the_stages(data: st.DataObject) -> None:
     partition = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=8))
@@ -138,6 +140,7 @@ def test_digest_is_equal_for_equal_models_and_changes_with_every_byte() -> None:
     assert len(digests) == len(variants) + 1
 
 
+@settings(max_examples=40)
 @given(
     pp_size=st.integers(1, 9),
     tp_size=st.sampled_from([1, 2]),
@@ -165,6 +168,7 @@ def test_names_of_a_stage_are_looked_up() -> None:
         stage.pool("c4_kv")
 
 
+@settings(max_examples=60)
 @given(blocks=st.integers(2, 500), per_block=st.integers(1, 64), extra=st.integers(0, 70), align=st.integers(1, 130))
 def test_native_rows_are_the_least_multiple(blocks: int, per_block: int, extra: int, align: int) -> None:
     exact = per_block * (blocks - 1) + extra

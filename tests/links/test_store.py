@@ -1,0 +1,334 @@
+"""Session, start-up barrier and epoch register, and the store facts on which they rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from kvcached_dist.coord.core.errors import AmbiguousOutcome, ConfigError, GroupFailed, WaitTimeout
+from kvcached_dist.coord.core.types import Epoch, Rank
+from kvcached_dist.coord.links.bounded import StoreLost, bounded_store_call, run_bounded
+from kvcached_dist.coord.links.gloo import GlooLink
+from kvcached_dist.coord.links.store import (
+    BLOB_BYTES_MAX,
+    EpochRegister,
+    EpochValue,
+    StartBarrier,
+    agree_session,
+    connect_store,
+)
+from kvcached_dist.coord.links.torchrun import TorchrunWorld
+from tests.links.peer import PeerProcess
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 5.0
+
+
+class TestCompareSet:
+    """What the epoch register relies on."""
+
+    def test_creates_with_an_empty_expectation(self, store: Any, session: int) -> None:
+        assert store.compare_set(f"cas/{session}", "", "n:1") == b"n:1"
+        assert store.get(f"cas/{session}") == b"n:1"
+
+    def test_loser_gets_the_value_of_the_winner(self, store: Any, session: int) -> None:
+        store.compare_set(f"cas/{session}", "", "n:1")
+        assert store.compare_set(f"cas/{session}", "", "n:2") == b"n:1"
+        assert store.compare_set(f"cas/{session}", "n:0", "n:2") == b"n:1"
+        assert store.compare_set(f"cas/{session}", "n:1", "n:3") == b"n:3"
+
+    def test_missing_key_answers_as_if_it_had_matched(self, store: Any, session: int) -> None:
+        """Success is a reply equal to the desired value, never one equal to the expected value."""
+        assert store.compare_set(f"cas/{session}", "n:x", "n:y") == b"n:x"
+        assert not store.check([f"cas/{session}"])
+
+
+def test_one_connection_serves_one_call_at_a_time(store: Any, session: int) -> None:
+    """Why each bounded call has a connection of its own."""
+    own = store.clone()
+
+    def wait_in_vain() -> None:
+        with pytest.raises(RuntimeError):
+            own.wait([f"never/{session}"], timedelta(seconds=0.6))
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    store.set(f"other/{session}", "x")
+    assert time.monotonic() - started < 0.3
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class TestSession:
+    def test_all_ranks_get_the_id_that_the_leader_chose(self, store: Any, session: int) -> None:
+        name = f"run-{session}"
+        with ThreadPoolExecutor(3) as pool:
+            followers = [pool.submit(agree_session, store, name, False, TIMEOUT_S) for _ in range(2)]
+            leader = pool.submit(agree_session, store, name, True, TIMEOUT_S)
+            ids = {future.result(10) for future in [leader, *followers]}
+        assert len(ids) == 1
+        assert 0 < ids.pop() < 1 << 64
+
+    def test_name_that_is_taken_is_refused(self, store: Any, session: int) -> None:
+        agree_session(store, f"run-{session}", True, TIMEOUT_S)
+        with pytest.raises(ConfigError, match=f"run-{session}.*new session name"):
+            agree_session(store, f"run-{session}", True, TIMEOUT_S)
+
+    def test_leader_that_never_comes_is_named(self, store: Any, session: int) -> None:
+        with pytest.raises(WaitTimeout, match=rf"rank 0: session id \(key .*run-{session}"):
+            agree_session(store, f"run-{session}", False, 0.2)
+
+
+class TestStartBarrier:
+    def test_exchanges_blobs_of_all_ranks(self, store: Any, session: int) -> None:
+        def one(rank: int) -> dict[Rank, bytes]:
+            barrier = StartBarrier(store, f"s{session}", Rank(rank), 3)
+            return barrier.exchange("hello", bytes([rank, 0, 255]), TIMEOUT_S)
+
+        with ThreadPoolExecutor(3) as pool:
+            results = list(pool.map(one, range(3), timeout=20))
+        assert results == [{rank: bytes([rank, 0, 255]) for rank in range(3)}] * 3
+
+    def test_works_behind_a_prefix(self, store: Any, session: int) -> None:
+        """Engines hand over their own store, which has a prefix."""
+        barrier = StartBarrier(PrefixStore("engine", store), f"s{session}", Rank(0), 1)
+        assert barrier.exchange("hello", b"", TIMEOUT_S) == {0: b""}
+
+    def test_names_all_ranks_that_are_missing_at_once(self, store: Any, session: int) -> None:
+        barrier = StartBarrier(store, f"s{session}", Rank(1), 5)
+        barrier.put("hello", b"x", TIMEOUT_S)
+        started = time.monotonic()
+        with pytest.raises(WaitTimeout, match="0, 2, 3, 4") as error:
+            barrier.gather("hello", 0.3)
+        assert time.monotonic() - started < 1.5
+        assert error.value.who == "rank(s) 0, 2, 3, 4"
+
+    def test_waits_for_the_ranks_named(self, store: Any, session: int) -> None:
+        barrier = StartBarrier(store, f"s{session}", Rank(2), 5)
+        barrier.put("hello", b"x", TIMEOUT_S)
+        assert barrier.gather("hello", TIMEOUT_S, ranks=[2]) == {2: b"x"}
+
+    def test_rank_that_cannot_start_ends_the_wait_of_the_others(self, store: Any, session: int) -> None:
+        first = StartBarrier(store, f"s{session}", Rank(0), 3)
+        started = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(first.gather, "hello", 30.0)
+            StartBarrier(store, f"s{session}", Rank(2), 3).report_failure("no memory for the null page", TIMEOUT_S)
+            StartBarrier(store, f"s{session}", Rank(1), 3).report_failure("later", TIMEOUT_S)
+            with pytest.raises(GroupFailed, match="rank 2: .*no memory for the null page") as error:
+                waiting.result(10)
+        assert error.value.rank == 2
+        assert time.monotonic() - started < 5
+
+    def test_second_rank_of_the_same_number_is_noticed(self, store: Any, session: int) -> None:
+        class Overwritten:
+            """A store in which another process always writes last."""
+
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def clone(self) -> Overwritten:
+                return self
+
+            def set(self, key: str, value: str) -> None:
+                self.inner.set(key, value)
+                self.inner.set(key, "b:00")
+
+            def check(self, keys: list[str]) -> bool:
+                return bool(self.inner.check(keys))
+
+            def get(self, key: str) -> bytes:
+                return bytes(self.inner.get(key))
+
+            def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+                return bytes(self.inner.compare_set(key, expected_value, desired_value))
+
+        barrier = StartBarrier(Overwritten(store.clone()), f"s{session}", Rank(1), 2)
+        with pytest.raises(StoreLost, match="two ranks 1"):
+            barrier.put("hello", b"mine", TIMEOUT_S)
+
+    def test_blob_is_bounded(self, store: Any, session: int) -> None:
+        barrier = StartBarrier(store, f"s{session}", Rank(0), 1)
+        with pytest.raises(ValueError, match=f"at most {BLOB_BYTES_MAX}"):
+            barrier.put("hello", bytes(BLOB_BYTES_MAX + 1), TIMEOUT_S)
+
+
+class TestEpochRegister:
+    def test_only_one_of_many_writers_wins(self, store: Any, session: int) -> None:
+        """Eight writers with a connection each, as eight processes have."""
+        registers = [EpochRegister(store, session, Rank(rank), TIMEOUT_S) for rank in range(8)]
+        gate = threading.Barrier(8)
+
+        def write(register: EpochRegister) -> EpochValue | None:
+            gate.wait(10)
+            return register.advance(None, Epoch(1))
+
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(write, registers, timeout=20))
+        winners = [value for value in results if value is not None]
+        assert len(winners) == 1
+        assert all(register.read() == winners[0] for register in registers)
+
+    def test_advances_from_the_value_in_force_only(self, store: Any, session: int) -> None:
+        register = EpochRegister(store, session, Rank(0), TIMEOUT_S)
+        assert register.read() is None
+        first = register.advance(None, Epoch(1))
+        assert first is not None
+        second = register.advance(first, Epoch(2))
+        assert second is not None
+        assert register.advance(first, Epoch(3)) is None
+        assert register.read() == second
+        with pytest.raises(ValueError, match="epochs grow"):
+            register.advance(second, Epoch(2))
+
+    def test_missing_key_with_an_expectation_is_a_failure(self, store: Any, session: int) -> None:
+        register = EpochRegister(store, session, Rank(0), TIMEOUT_S)
+        assert register.advance(EpochValue(Epoch(1), Rank(0), "nx"), Epoch(2)) is None
+        assert register.read() is None
+
+    def test_values_are_unique_and_never_numbers(self, store: Any, session: int) -> None:
+        register = EpochRegister(store, session, Rank(3), TIMEOUT_S)
+        value = register.advance(None, Epoch(1))
+        assert value is not None
+        assert not str(value).replace(":", "").isdigit()
+        assert EpochValue.parse(str(value).encode()) == value
+        other = EpochRegister(store, session + (1 << 32), Rank(3), TIMEOUT_S).advance(None, Epoch(1))
+        assert other != value
+
+
+class TestServerTrouble:
+    """The server in another process, stopped or dead."""
+
+    @pytest.fixture
+    def server(self, new_peer: Callable[..., PeerProcess]) -> tuple[PeerProcess, TCPStore]:
+        peer = new_peer(connect=False)
+        port = peer.connect(0, serve=True)
+        return peer, connect_store("127.0.0.1", port, False, 2, 10.0)
+
+    def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[PeerProcess, TCPStore]) -> None:
+        peer, store = server
+        register = EpochRegister(store, 1, Rank(1), 0.3)
+        barrier = StartBarrier(store, "s", Rank(1), 2)
+        peer.stop()
+        calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+            (lambda: register.advance(None, Epoch(1)), AmbiguousOutcome, "rank 1 cannot tell whether 1:1:n"),
+            (register.read, WaitTimeout, "store server 127.0.0.1.*read the epoch"),
+            (lambda: barrier.put("hello", b"", 0.3), WaitTimeout, "store server 127.0.0.1.*hello/1"),
+            (lambda: barrier.gather("hello", 0.3), WaitTimeout, r"store server .*rank\(s\) 0, 1"),
+            (lambda: agree_session(store, "run", False, 0.3), WaitTimeout, "session id"),
+            (lambda: connect_store("127.0.0.1", store.port, False, 2, 0.3), WaitTimeout, "accept a connection"),
+            (lambda: open_link(store, 0.3), WaitTimeout, "rank 0: its end of the link of epoch 1"),
+        ]
+        for call, kind, text in calls:
+            started = time.monotonic()
+            with pytest.raises(kind, match=text):
+                call()
+            assert time.monotonic() - started < 2.0
+
+    def test_dead_server_is_lost_at_once(self, server: tuple[PeerProcess, TCPStore]) -> None:
+        peer, store = server
+        register = EpochRegister(store, 1, Rank(1), TIMEOUT_S)
+        assert register.advance(None, Epoch(1)) is not None
+        peer.kill()
+        peer.process.wait(10)
+        store.set("lost", "x")  # the fact behind reading again: it reports success although nobody is there
+        started = time.monotonic()
+        with pytest.raises((StoreLost, WaitTimeout), match="store server"):
+            StartBarrier(store, "s", Rank(1), 2).put("hello", b"", 1.0)
+        assert time.monotonic() - started < 2.0
+
+    def test_waiting_for_a_server_that_dies_ends(self, server: tuple[PeerProcess, TCPStore]) -> None:
+        peer, store = server
+        barrier = StartBarrier(store, "s", Rank(1), 2)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(barrier.gather, "hello", 20.0)
+            time.sleep(0.2)
+            peer.kill()
+            started = time.monotonic()
+            with pytest.raises((StoreLost, WaitTimeout), match="store server"):
+                waiting.result(25)
+        assert time.monotonic() - started < 3.0
+
+
+def open_link(store: Any, connect_s: float) -> GlooLink:
+    return GlooLink.open(
+        store,
+        session=1,
+        epoch=Epoch(1),
+        rank=Rank(1),
+        leader=Rank(0),
+        follower=Rank(1),
+        lease_s=1.0,
+        connect_s=connect_s,
+    )
+
+
+class TestConnecting:
+    def test_absent_server_is_named(self) -> None:
+        probe = connect_store("127.0.0.1", 0, True, 1, 5.0)
+        port = probe.port
+        del probe
+        with pytest.raises(WaitTimeout, match=f"127.0.0.1:{port}"):
+            connect_store("127.0.0.1", port, False, 2, 0.5)
+
+    def test_port_that_is_taken_is_a_configuration_error(self, store: Any) -> None:
+        with pytest.raises(ConfigError, match="free MASTER_PORT"):
+            connect_store("127.0.0.1", store.port, True, 2, 2.0)
+
+
+def test_bounded_call_passes_results_and_errors_on(store: Any) -> None:
+    assert run_bounded(lambda: 5, 1.0, who="nobody", what="return") == 5
+    with pytest.raises(KeyError, match="why"):
+        bounded_store_call(store, lambda own: {}["why"], 1.0, what="look up")
+
+
+TORCHRUN = {"MASTER_ADDR": "h", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "4"}
+
+
+class TestTorchrun:
+    def test_rank_zero_serves_unless_the_agent_does(self) -> None:
+        world = TorchrunWorld.from_environment(TORCHRUN)
+        assert (world.host, world.port, world.rank, world.world, world.serves) == ("h", 29500, 0, 4, True)
+        agent = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "j"}
+        assert not TorchrunWorld.from_environment(agent).serves
+        assert not TorchrunWorld.from_environment(TORCHRUN | {"RANK": "3"}).serves
+
+    def test_every_restart_has_a_name_of_its_own(self) -> None:
+        names = {
+            TorchrunWorld.from_environment(
+                TORCHRUN | {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": str(count)}
+            ).run_name
+            for count in range(3)
+        }
+        assert names == {"j/0", "j/1", "j/2"}
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set.*127.0.0.1"),
+            ({"MASTER_PORT": "http"}, "MASTER_PORT='http'.*29500"),
+            ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
+            ({"RANK": "4"}, "RANK='4' is unusable; it is an integer from 0 to 3"),
+            ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ],
+    )
+    def test_unusable_variables_are_named(self, change: dict[str, str], text: str) -> None:
+        with pytest.raises(ConfigError, match=text):
+            TorchrunWorld.from_environment(TORCHRUN | change)
+
+    def test_connects(self) -> None:
+        port = connect_store("127.0.0.1", 0, True, 1, 5.0).port
+        world = TorchrunWorld.from_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        store = world.connect(5.0)
+        store.set("here", "x")
+        assert store.get("here") == b"x"

@@ -1,0 +1,342 @@
+"""A world in one process: hosts, links, cards, and the faults of one schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from kvcached_dist import agent as agent_module
+from kvcached_dist.coord.core.entries import Publish
+from kvcached_dist.coord.core.leader import Leader, Peer
+from kvcached_dist.coord.core.replica import Replica
+from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run, Tick
+
+from . import faults
+from .clock import MS, SECOND, WorldClock
+from .hardware import Card, PoolModel, RankMemory
+from .host import Host
+from .network import SimLink, Wire
+from .oracle import Oracle, Violation
+from .pool import ListPool
+from .schedule import ARMED, Fault, Plan
+from .workload import Step, Workload
+
+EPOCH = Epoch(3)
+"""Not the first one, so that frames of an older epoch exist (S8)."""
+
+EVENTS_MAX = 60_000
+"""Events of a schedule; more means that it does not end."""
+
+GRANULE = 64
+
+_clock = WorldClock()
+agent_module.ticks = _clock
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of a schedule.
+
+    Attributes:
+        events: events dispatched.
+        steps: engine steps of all ranks.
+        digest: of the trace.
+        hits: faults that struck, by (kind, phase).
+        checks: checks made, by rule.
+        failure: first cause, where the coordinator failed as the faults demand.
+        calm: it came through the liveness phase.
+        verdicts: transactions of the leader by verdict.
+        misses: allocations that missed.
+    """
+
+    events: int = 0
+    steps: int = 0
+    digest: int = 0
+    hits: dict[tuple[str, str], int] = field(default_factory=dict)
+    checks: dict[str, int] = field(default_factory=dict)
+    failure: str = ""
+    calm: bool = False
+    verdicts: dict[str, int] = field(default_factory=dict)
+    misses: int = 0
+
+
+class Cluster:
+    """One world, driven to the end of its plan by :meth:`run`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        _clock.__init__()  # type: ignore[misc]
+        _clock.offset = plan.clock_offset
+        self.clock = _clock
+        self.loop = _clock.loop
+        shape = plan.shape
+        self.oracle = Oracle(self.loop, shape.pages, shape.blocks_per_page)
+        self.report = Report()
+        self.excuses: set[tuple[CauseKind, int]] = set()
+        self.hosts: list[Host] = []
+        self.wires: list[Wire] = []
+        self.faulty = False
+        """Faults strike: after start-up, until the liveness phase."""
+        self.deadlines: dict[int, int] = {}
+        """Rank that died or hangs -> when every survivor must know (L2)."""
+        self._pending: list[Fault] = []
+        self._phase = ""
+        self._rested = -1
+        self._build()
+
+    # ------------------------------------------------------------------ construction
+
+    def _build(self) -> None:
+        plan, shape = self.plan, self.plan.shape
+        random = plan.random
+        shared: Card | None = None
+        for rank in range(plan.ranks):
+            pools = self._pools(rank, random)
+            need = sum(
+                pages * sum(pool.page_bytes for pool in pools if pool.domain == domain)
+                for domain, pages in enumerate(shape.pages)
+            )
+            capacity = int(need * plan.card_pages) + 64 * GRANULE
+            if plan.shared_cards and rank % 2 and shared is not None:
+                card = shared
+                card.capacity += capacity
+            else:
+                card = shared = Card(capacity, reserve=random.choice((0, 2 * GRANULE)))
+            self.oracle.add_rank(RankMemory(rank, card, pools, self.oracle.before_unmap))
+        for rank in range(plan.ranks):
+            workload = Workload(shape, plan.seed)
+            self.hosts.append(Host(self, rank, rank // plan.tp, self.oracle.ranks[rank].memory, workload))
+        leader_host = self.hosts[0]
+        for host in self.hosts:
+            links: dict[Rank, SimLink] = {}
+            for peer in self.hosts[1:] if host is leader_host else self.hosts[:1]:
+                wire = Wire(self.loop, host, peer, plan.delay, random)
+                self.wires.append(wire)
+                links[Rank(peer.rank)] = SimLink(Rank(peer.rank), EPOCH, wire)
+            lists = [
+                ListPool(pages, size, ordered=plan.ordered)
+                for pages, size in zip(shape.pages, shape.blocks_per_page, strict=True)
+            ]
+            replica = Replica(Rank(host.rank), lists, shape.blocks_per_page)
+            leader = self._leader(replica) if host is leader_host else None
+            host.assemble(EPOCH, links, leader, replica)
+
+    def _pools(self, rank: int, random: Random) -> tuple[PoolModel, ...]:
+        """Pools of a rank: page sizes that granules do not divide; a late stage may lack a family."""
+        shape, stage = self.plan.shape, rank // self.plan.tp
+        stage_random = Random(self.plan.seed * 31 + stage)
+        pools = []
+        for domain in range(len(shape.pages)):
+            for _ in range(1 + (domain == 0)):
+                absent = stage > 0 and stage_random.random() < 0.2
+                pools.append(PoolModel(domain, 0 if absent else stage_random.choice((40, 64, 96, 200)), GRANULE))
+        return tuple(pools)
+
+    def _leader(self, replica: Replica) -> Leader:
+        shape = self.plan.shape
+        peers = [
+            Peer(
+                view.memory.page_bytes(len(shape.pages)),
+                view.memory.card.free - view.memory.card.reserve,
+                self.clock(),
+                (0,) * len(view.memory.pools),
+            )
+            for view in self.oracle.ranks
+        ]
+        return Leader(EPOCH, self.plan.policy, replica, shape.pages, peers, self.clock())
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def leader(self) -> Leader:
+        """The machine under test."""
+        leader = self.hosts[0].leader
+        assert leader is not None
+        return leader
+
+    def run(self) -> Report:
+        """Drive the schedule to its end.
+
+        Raises:
+            Violation: a rule does not hold.
+        """
+        self._start()
+        while not self._over():
+            if self.loop.events > EVENTS_MAX:
+                raise Violation("L1", f"the schedule does not end within {EVENTS_MAX} events")
+            if not self.loop.step():
+                raise Violation("L1", "nothing will ever happen again")
+        self._finish()
+        return self.report
+
+    def _start(self) -> None:
+        null = tuple(Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.plan.shape.pages)))
+        host = self.hosts[0]
+        with host.agent.entered():
+            self.leader.open_grow(null, foreground=True)
+        for index, other in enumerate(self.hosts):
+            self.loop.after(index * 7, other, other.beat)
+            self.loop.after(1 + index, other, other.schedule)
+        self.loop.after(self.plan.tick, host, host.tick)
+        host.settle()
+
+    def _over(self) -> bool:
+        running = [host for host in self.hosts if not host.dead and not host.ended]
+        if not running:
+            return True
+        if all(host.failed_at is not None for host in running):
+            return True
+        for rank, when in self.deadlines.items():
+            if self.loop.now > when:
+                ignorant = [h.rank for h in running if h.failed_at is None and h.stopped_until <= self.loop.now]
+                self.oracle.require(not ignorant, "L2", f"ranks {ignorant} do not know that rank {rank} is gone")
+        return False
+
+    def _finish(self) -> None:
+        failed = next((host.agent.failure for host in self.hosts if host.agent.failure is not None), None)
+        report = self.report
+        if failed is not None:
+            report.failure = str(failed.cause)
+            self._check_causes()
+        elif all(not host.dead for host in self.hosts):
+            self._check_calm()
+            report.calm = True
+        report.events = self.loop.events
+        report.digest = self.loop.digest
+        report.steps = sum(host.step_done for host in self.hosts)
+        report.checks = self.oracle.checks
+        report.verdicts = {verdict.value: count for verdict, count in self.leader.counters.closed.items()}
+        report.misses = self.hosts[0].workload.misses
+
+    def _check_causes(self) -> None:
+        """The coordinator may fail only for a reason that the injected faults give."""
+        for host in self.hosts:
+            failure = host.agent.failure
+            if failure is None or host.dead:
+                continue
+            key = (failure.cause.kind, int(failure.cause.rank))
+            if key not in self.excuses and (failure.cause.kind, -1) not in self.excuses:
+                rule = str(failure.cause.detail).split(" ", 1)[0] if failure.cause.kind is CauseKind.INVARIANT else ""
+                raise Violation(rule or "L5", f"rank {host.rank} failed without a reason: {failure.cause}")
+
+    def _check_calm(self) -> None:
+        """After the liveness phase: everything was had and everything came back."""
+        for host in self.hosts:
+            self.oracle.require(not host.workload.calm_misses, "L5", f"rank {host.rank}: {host.workload.calm_misses}")
+        self.oracle.at_rest([peer.handles for peer in self.leader.peers])
+        held = {run for run, (state, _) in self.oracle.runs.items() if state.value != "quarantined"}
+        null = {Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.plan.shape.pages))}
+        self.oracle.require(held == null, "S10", f"after everything was given back {held - null} are still held")
+
+    # ------------------------------------------------------------------ news from hosts
+
+    def at_tick(self) -> None:
+        """The leader's clock has ticked: random small faults, and the checks that hold at rest."""
+        if self.faulty:
+            faults.chatter(self)
+        leader = self.leader
+        if leader.txn is None and leader.failure is None and leader.last_txn != self._rested and not self._working():
+            self._rested = leader.last_txn
+            self.oracle.at_rest([peer.handles for peer in leader.peers])
+
+    def _working(self) -> bool:
+        return bool(self.leader.due()) or any(
+            host.agent._work or host._busy is not None or host.dead or not self._quiet(host) for host in self.hosts
+        )
+
+    def _quiet(self, host: Host) -> bool:
+        return host.agent.participant.newest_txn >= self.leader.last_txn and self._wires_empty(host)
+
+    def _wires_empty(self, host: Host) -> bool:
+        return all(wire.arrives_last <= self.loop.now for wire in self.wires if host in (wire.source, wire.target))
+
+    def watch(self) -> None:
+        """After every event: has the leader entered another phase?"""
+        phase = self.phase()
+        if phase != self._phase:
+            self._phase = phase
+            self.loop.note(-1, "phase", phase)
+            if self.faulty:
+                for fault in [fault for fault in self._pending if fault.phase == phase]:
+                    fault.nth -= 1
+                    if fault.nth <= 0:
+                        self._pending.remove(fault)
+                        faults.inject(self, fault)
+
+    def phase(self) -> str:
+        """Phase of the leader, one of ``PHASES``."""
+        leader = self.leader
+        if leader.txn is not None:
+            return leader.txn.step.value
+        return "publishing" if any(isinstance(entry, Publish) for entry in leader.due()) else "quiet"
+
+    def struck(self, kind: str, rank: int) -> None:
+        """A fault has taken effect."""
+        cell = (kind, self.phase())
+        self.report.hits[cell] = self.report.hits.get(cell, 0) + 1
+        self.loop.note(rank, "fault", f"{kind} in {cell[1]}")
+        self.excuses |= faults.excuses(kind, rank)
+
+    def may_step(self, host: Host, op: Step) -> bool:
+        """Whether a rank has the input of its next step: a pipeline holds a bounded number of batches."""
+        leader_host = self.hosts[0]
+        if host is leader_host:
+            if op.number == 0:
+                return self.leader.txn is None
+            slowest = min((h.step_done for h in self.hosts if not (h.dead or h.ended)), default=op.number)
+            return op.number - slowest <= self.plan.window
+        if self.loop.now < host.late_until:
+            return False
+        lag = self.plan.lag * host.stage
+        return leader_host.step_done >= op.number + lag or leader_host.ended or op.number == 0 or op.calm
+
+    def leader_stepped(self, op: Step) -> None:
+        """The leader has ended a step: the first one begins the safety phase, the first calm one ends it."""
+        if op.number == 1 and not op.calm:
+            self.faulty = True
+            for fault in self.plan.faults:
+                copy = replace(fault)
+                if fault.kind in ARMED:
+                    faults.arm(self, copy)
+                else:
+                    self._pending.append(copy)
+        elif op.calm and self.faulty:
+            self._calm()
+
+    def _calm(self) -> None:
+        self.faulty = False
+        self._pending.clear()
+        self.leader.policy = replace(self.leader.policy, reserved_pages_min=0, reserved_pages_max=0)
+        for host in self.hosts:
+            host.drops.armed.clear()
+            host.drops.states = 0
+            host.diverge = False
+            for armed in host.armed.values():
+                armed.clear()
+            host.memory.card.hog = 0
+            host.memory.card.capacity = 1 << 40
+
+    def evictions(self, op: Step) -> int:
+        """Tokens that the leader's engine evicts at this step."""
+        return self.plan.random.randint(1, 2) if not op.calm and self.plan.random.random() < self.plan.evict else 0
+
+    def operated(self, rank: int, what: str, ids: object) -> None:
+        """An engine operation."""
+        self.oracle.operated(rank, what, ids)
+
+    def host_failed(self, host: Host) -> None:
+        """A rank's coordinator has failed: all others must learn of it."""
+        if not self.deadlines:
+            self.deadlines[host.rank] = self.loop.now + self.plan.lease + SECOND
+
+    def host_done(self, host: Host) -> None:
+        """A rank's program is over."""
+        self.loop.note(host.rank, "done", "")
+
+
+def tick(value: int) -> Tick:
+    """A duration as a tick."""
+    return Tick(value * MS)
+
+
+__all__ = ["Cluster", "Report"]

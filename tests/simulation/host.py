@@ -1,0 +1,511 @@
+"""One rank of the simulated world: the real agent without its threads, a worker, a device and an engine.
+
+The agent's threads are events here: the link readers are :meth:`Host.receive`, the worker is :meth:`Host._begin_work`
+and :meth:`Host._end_work`, the clock is :meth:`Host.beat` and :meth:`Host.tick`, the scheduler is :meth:`Host.schedule`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvcached_dist.agent import Agent, Timing
+from kvcached_dist.coord.core.effects import Work, WorkKind
+from kvcached_dist.coord.core.entries import Entry, Grant, Mark, PositionKind, Quarantine
+from kvcached_dist.coord.core.errors import GroupFailed, LinkDown
+from kvcached_dist.coord.core.leader import Leader
+from kvcached_dist.coord.core.messages import ANSWERS, Message, State
+from kvcached_dist.coord.core.participant import Participant
+from kvcached_dist.coord.core.replica import OpKind, Replica
+from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, Rank
+
+from .hardware import RankMemory
+from .schedule import ANSWERS_OF, CAUSE_OF, Fault
+from .oracle import Violation
+from .pool import ListPool
+from .workload import Alloc, Free, Hint, Ids, Op, Program, Result, Step, Workload
+
+if TYPE_CHECKING:
+    from kvcached_dist.coord.core.demand import Foreground
+
+    from .cluster import Cluster
+    from .network import SimLink
+
+LEADER = Rank(0)
+
+BLOCKED = object()
+"""Result of an operation that has to wait."""
+
+
+class SimAgent(Agent):
+    """The agent of a host; everything that it sends and puts in force passes the oracle first."""
+
+    host: Host
+
+    def _send_to(self, to: Rank, message: Message) -> None:
+        self.host.sends(to, message)
+        super()._send_to(to, message)
+
+    def _apply_entry(self, entry: Entry) -> None:
+        self.host.applies(entry)
+        super()._apply_entry(entry)
+
+    def broadcast(self, mark: Mark) -> None:
+        """Send a mark to every follower."""
+        self.host.marks(mark)
+        super().broadcast(mark)
+
+
+class Drops:
+    """Answers that are lost on their way (``kvcached_dist.agent.Faults``)."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.armed: list[Fault] = []
+        self.states = 0
+        """Replies to queries that are to be lost."""
+
+    def at(self, point: str) -> None:
+        """Points are not used: faults are placed by the phase of the transaction."""
+
+    def drops(self, message: str) -> bool:
+        """Whether this one is lost."""
+        if message == "STATE":
+            if self.states > 0:
+                self.states -= 1
+                self._host.cluster.struck("drop_state", self._host.rank)
+                return True
+            return False
+        for fault in self.armed:
+            if message in ANSWERS_OF[fault.phase]:
+                fault.nth -= 1
+                if fault.nth <= 0:
+                    self.armed.remove(fault)
+                    self._host.cluster.struck("drop_answer", self._host.rank)
+                    self.states = fault.amount if fault.kind == "drop_state" else 0
+                    return True
+        return False
+
+
+class _Fence:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._behind = host.view.launched
+
+    def done(self) -> bool:
+        """Whether all batches launched before have finished."""
+        return self._host.view.finished >= self._behind
+
+
+class Host:
+    """A rank.
+
+    Args:
+        cluster: the world.
+        rank: world rank.
+        stage: pipeline stage.
+        memory: its memory.
+        workload: its copy of the engine's program.
+        links: its ends of the links.
+        leader: on rank 0, makes the leader's machine over this rank's replica.
+    """
+
+    def __init__(self, cluster: Cluster, rank: int, stage: int, memory: RankMemory, workload: Workload) -> None:
+        self.cluster = cluster
+        self.loop = cluster.loop
+        self.rank = rank
+        self.stage = stage
+        self.memory = memory
+        self.workload = workload
+        self.view = cluster.oracle.ranks[rank]
+        self.dead = False
+        self.stopped_until = 0
+        self.armed: dict[WorkKind, list[Fault]] = {kind: [] for kind in WorkKind}
+        self.received: deque[tuple[Rank, Message]] = deque(maxlen=24)
+        self.heard: dict[Rank, int] = {}
+        self.resumed_at = 0
+        self.late_until = 0
+        self.device_free_at = 0
+        self.step_done = 0
+        self.ended = False
+        self.diverge = False
+        self.failed_at: int | None = None
+        self.program: Program = workload.program()
+        self.op: Op = next(self.program)
+        self._waiting: Foreground | None = None
+        self._blocked_since: int | None = None
+        self._blocked_op = 0
+        self._next_step_at = 0
+        self._busy: Work | None = None
+        self._live = [[0] * pages for pages in workload.shape.pages]
+
+    def assemble(self, epoch: Epoch, links: Mapping[Rank, SimLink], leader: Leader | None, replica: Replica) -> None:
+        """Make the agent."""
+        self.links = dict(links)
+        self.drops = Drops(self)
+        self.agent = SimAgent(
+            rank=Rank(self.rank),
+            epoch=epoch,
+            replica=replica,
+            participant=Participant(Rank(self.rank), epoch, len(self.memory.pools)),
+            links=links,  # type: ignore[arg-type]
+            worker=self,
+            timing=Timing(self.cluster.plan.beat / 1e6, self.cluster.plan.lease / 1e6),
+            faults=self.drops,
+            make_fence=lambda: _Fence(self),
+        )
+        self.agent.host = self
+        self.agent.leader = leader
+        self.leader = leader
+        self.replica = replica
+        self.pools: list[ListPool] = list(replica.free_lists)  # type: ignore[arg-type]
+        self.heard = dict.fromkeys(links, self.loop.now)
+
+    # ------------------------------------------------------------------ taps
+
+    def sends(self, to: Rank, message: Message) -> None:
+        """The agent sends a message."""
+        name = type(message).__name__
+        self.loop.note(self.rank, "send", f"to {to}: {message}", zlib.crc32(name.encode()) ^ int(to))
+        if isinstance(message, (*ANSWERS, State)):
+            self.cluster.oracle.rank_answers(self.rank, message)
+        elif self.leader is not None:
+            self.cluster.oracle.leader_sends(to, message)
+
+    def applies(self, entry: Entry) -> None:
+        """An entry takes effect here."""
+        self.loop.note(self.rank, "apply", entry, self.view.log_index)
+        self.cluster.oracle.applying(self.rank, entry)
+
+    def marks(self, mark: Mark) -> None:
+        """The leader broadcasts a mark."""
+        self.cluster.oracle.marked(mark, self.view.live)
+
+    # ------------------------------------------------------------------ worker protocol of the agent
+
+    def perform(self, work: Work) -> Cause | None:
+        """The outcome of the work that has just ended."""
+        return self._outcome
+
+    def handles(self) -> tuple[int, ...]:
+        """Physical handles held now, per pool."""
+        return tuple(self.memory.held)
+
+    def budget_bytes(self) -> int:
+        """Bytes this rank could still create."""
+        return max(0, self.memory.card.free - self.memory.card.reserve)
+
+    # ------------------------------------------------------------------ events
+
+    def receive(self, source: Rank, message: Message) -> None:
+        """A message arrives."""
+        self.heard[source] = self.loop.now
+        self.received.append((source, message))
+        self.agent.on_message(source, message)
+        self.settle()
+
+    def link_down(self, peer: Rank, reason: str, eof: bool) -> None:
+        """A link has ended."""
+        link = self.links[peer]
+        if link.down is not None:
+            return
+        link.down = LinkDown(peer, reason, eof=eof)
+        self.loop.note(self.rank, "link down", f"to {peer}: {reason}", int(eof))
+        link.out.end("the other end found the link ended", eof=True)
+        self.agent.on_link_down(peer, link.down)
+        self.settle()
+
+    def beat(self) -> None:
+        """The clock: a beat, and silence for a whole lease."""
+        if self.ended:
+            return
+        self.loop.after(self.cluster.plan.beat, self, self.beat)
+        self.agent._beat()
+        for peer, heard in self.heard.items():
+            if self.loop.now - max(heard, self.resumed_at) > self.cluster.plan.lease and self.links[peer].down is None:
+                self.link_down(peer, "silent for a lease", eof=False)
+        self.settle()
+
+    def tick(self) -> None:
+        """The leader's clock."""
+        if self.ended or self.leader is None:
+            return
+        self.loop.after(self.cluster.plan.tick, self, self.tick)
+        with self.agent.entered():
+            self.leader.tick(self.cluster.clock())
+        self.cluster.at_tick()
+        self.settle()
+
+    def resume(self) -> None:
+        """Runs again after a stop; the first event since."""
+        self.resumed_at = self.loop.now
+
+    def settle(self) -> None:
+        """After every event: start driver work, report fences, let the scheduler go on if it can."""
+        agent = self.agent
+        if agent._fences:
+            agent._poll_fences()
+        if self._busy is None and agent._work:
+            self._begin_work(agent._work.popleft(), self.loop.now)
+        if agent.failure is not None and self.failed_at is None:
+            self.failed_at = self.loop.now
+            self.loop.note(self.rank, "failed", agent.failure.cause, int(agent.failure.cause.kind))
+            self.cluster.host_failed(self)
+        if self._blocked_since is not None:
+            self.schedule()
+        self.cluster.watch()
+
+    # ------------------------------------------------------------------ the worker thread
+
+    def _begin_work(self, work: Work, asked: int) -> None:
+        card, plan = self.memory.card, self.cluster.plan
+        self._busy = work
+        if work.kind is WorkKind.RESERVE and card.turn not in (None, self.rank):
+            if self.loop.now - asked > plan.growth_deadline:
+                self.cluster.struck("admission", self.rank)
+                self._outcome: Cause | None = Cause(CauseKind.ADMISSION, Rank(self.rank), "the turn did not come")
+                self.loop.after(1, self, self._end_work, work)
+            else:
+                self.loop.after(plan.turn_poll, self, self._begin_work, work, asked)
+            return
+        if work.kind is WorkKind.RESERVE:
+            card.turn = self.rank
+        delay = plan.work_delay(self)
+        slow = self._due(work, slow=True)
+        if slow is not None:
+            delay += slow.amount
+            self.cluster.struck("slow_work", self.rank)
+        if plan.work_is_early:
+            self._strike(work)
+        self.loop.after(delay, self, self._end_work, work)
+
+    def _strike(self, work: Work) -> None:
+        fault = self._due(work, slow=False)
+        fail, at = (None, 0) if fault is None else (CAUSE_OF[fault.kind], fault.amount)
+        if fault is not None:
+            self.cluster.struck(fault.kind, self.rank)
+        self._outcome = self.memory.perform(work, fail, at)
+        self.loop.note(self.rank, "work", f"{work.kind.value} txn {work.txn}: {self._outcome or 'ok'}", int(work.txn))
+        if fail is None and self._outcome is not None and self._outcome.kind is CauseKind.EXHAUSTED:
+            self.cluster.struck("no_memory", self.rank)
+        card = self.memory.card
+        if work.kind is WorkKind.RESERVE and self._outcome is None and self.memory.created_by(work.txn):
+            self.cluster.oracle.require(card.free >= card.reserve, "S14", f"rank {self.rank}: {card} after a create")
+
+    def _due(self, work: Work, *, slow: bool) -> Fault | None:
+        """The fault that strikes this work, if one is armed; a driver can only fail where it has something to do."""
+        armed = self.armed[work.kind]
+        if not armed or not any(self.memory.extents(run) for run in work.runs):
+            return None
+        for fault in armed:
+            if (fault.kind == "slow_work") is slow:
+                fault.nth -= 1
+                if fault.nth <= 0:
+                    armed.remove(fault)
+                    return fault
+        return None
+
+    def _end_work(self, work: Work) -> None:
+        admitted = self.memory.card.turn == self.rank
+        if not self.cluster.plan.work_is_early and (work.kind is not WorkKind.RESERVE or admitted):
+            self._strike(work)
+        if work.kind is WorkKind.RESERVE and admitted:
+            self.memory.card.turn = None
+        self._busy = None
+        self.agent._perform(work)
+        self.settle()
+
+    # ------------------------------------------------------------------ the scheduler thread
+
+    def schedule(self) -> None:
+        """Run the engine until it has to wait or a step has ended."""
+        if self._blocked_since is None and self.loop.now < self._next_step_at:
+            return
+        try:
+            while not self.ended and self.agent.failure is None:
+                op = self.op
+                if isinstance(op, Step) and self._blocked_since is None and not self.cluster.may_step(self, op):
+                    self.loop.after(self.cluster.plan.step_min, self, self.schedule)
+                    return
+                result = self._execute(op)
+                if result is BLOCKED:
+                    self._block()
+                    return
+                self._unblock()
+                self.op = self.program.send(result)  # type: ignore[arg-type]
+                if isinstance(op, Step):
+                    self._next_step_at = self.loop.now + self.cluster.plan.step_time(self, op.calm)
+                    self.loop.at(self._next_step_at, self, self.schedule)
+                    return
+        except GroupFailed:
+            self._unblock()
+            self.settle()
+        except StopIteration:
+            self.ended = True
+            self.cluster.host_done(self)
+
+    def _block(self) -> None:
+        if self._blocked_since is None:
+            self._blocked_since = self.loop.now
+            self._blocked_op += 1
+            if self.leader is None:
+                self.loop.after(self.cluster.plan.lease + 1, self, self._overdue, self._blocked_op)
+
+    def _unblock(self) -> None:
+        if self._blocked_since is not None:
+            waited = self.loop.now - max(self._blocked_since, self.resumed_at)
+            bound = self.cluster.plan.wait_bound(self)
+            self._blocked_since = None
+            self.cluster.oracle.require(waited <= bound, "L1", f"rank {self.rank} waited {waited} us for {self.op}")
+
+    def _overdue(self, number: int) -> None:
+        """A follower has waited for a lease, counted from when it was last stopped."""
+        if self._blocked_since is None or number != self._blocked_op:
+            return
+        since = max(self._blocked_since, self.resumed_at)
+        if self.loop.now - since <= self.cluster.plan.lease:
+            self.loop.at(since + self.cluster.plan.lease + 1, self, self._overdue, number)
+            return
+        position = self.op.number if isinstance(self.op, Step) else self.replica.op_index
+        kind = PositionKind.STEP if isinstance(self.op, Step) else PositionKind.OP
+        try:
+            with self.agent.entered():
+                self.agent.next_mark(kind, position, wait_s=0.0)
+        except GroupFailed:
+            self.settle()
+
+    def _execute(self, op: Op) -> object:
+        match op:
+            case Alloc(needs=needs):
+                return self._alloc(needs)
+            case Free(ids=ids):
+                return self._free(ids)
+            case Hint(step_blocks=blocks, idle=idle):
+                return self._hint(blocks, idle)
+            case Step():
+                return self._step(op)
+
+    def _alloc(self, needs: Mapping[int, int]) -> object:
+        replica = self.replica
+        wanted = {DomainId(domain): count for domain, count in needs.items()}
+        if any(count > replica.available(domain) for domain, count in wanted.items()):
+            verdict = self._meet(wanted)
+            if verdict is BLOCKED:
+                return BLOCKED
+            if not verdict:
+                for domain, count in wanted.items():
+                    replica.record(OpKind.MISS, domain, count)
+                replica.end_op()
+                self.cluster.oracle.operated(self.rank, "miss", tuple(needs.items()))
+                return None
+        if self.diverge:
+            self.diverge = False
+            self.cluster.struck("diverge", self.rank)
+            wanted = {domain: max(1, count - 1) for domain, count in wanted.items()}
+        taken: Ids = {}
+        for domain, count in wanted.items():
+            ids = self.pools[domain].alloc(count)
+            replica.record(OpKind.ALLOC, domain, count, zlib.crc32(repr(ids).encode()))
+            self._use(domain, ids, 1)
+            taken[domain] = ids
+        replica.end_op()
+        self.cluster.operated(self.rank, "alloc", tuple(taken.items()))
+        return taken
+
+    def _meet(self, needs: Mapping[DomainId, int]) -> object:
+        """More is needed than is free; as ``Coordinator._meet``."""
+        agent, replica = self.agent, self.replica
+        if self._waiting is None and not all(replica.may_grow_to(d, count) for d, count in needs.items()):
+            return False
+        if self.leader is None:
+            if not agent._marks:
+                return BLOCKED
+            with agent.entered():
+                mark = agent.next_mark(PositionKind.OP, replica.op_index)
+                agent.apply(mark)
+        else:
+            if self._waiting is None:
+                with agent.entered():
+                    self.leader.now = self.cluster.clock()
+                    self._waiting = self.leader.demand.wait_for(needs)
+            if self._waiting.verdict is None:
+                return BLOCKED
+            hit, self._waiting = self._waiting.verdict, None
+            with agent.entered():
+                mark = self.leader.mark(PositionKind.OP, replica.op_index, self.cluster.clock(), grant=hit)
+                self.leader.demand.foreground = None
+                agent.broadcast(mark)
+                agent.apply(mark)
+        self._seen(mark.entries)
+        return any(isinstance(entry, Grant) and entry.hit for entry in mark.entries)
+
+    def _free(self, ids: Ids) -> None:
+        for domain, blocks in ids.items():
+            self.pools[domain].free(blocks)
+            self.replica.record(OpKind.FREE, DomainId(domain), len(blocks), zlib.crc32(repr(blocks).encode()))
+            self._use(domain, blocks, -1)
+        self.replica.end_op()
+        self.cluster.operated(self.rank, "free", tuple(ids.items()))
+
+    def _hint(self, blocks: tuple[int, ...], idle: bool) -> None:
+        if self.leader is not None:
+            self.leader.demand.step_blocks[:] = blocks
+            self.leader.demand.idle = idle
+
+    def _step(self, op: Step) -> object:
+        agent = self.agent
+        if self._blocked_since is None and op.number > 0:
+            self._launch()
+        if self.leader is None:
+            if not agent._marks:
+                return BLOCKED
+            with agent.entered():
+                mark = agent.next_mark(PositionKind.STEP, op.number)
+                agent.step_done = op.number
+                agent.apply(mark)
+        else:
+            tokens = self.cluster.evictions(op)
+            if tokens:
+                with agent.entered():
+                    self.leader.evict(tokens)
+            with agent.entered():
+                mark = self.leader.mark(PositionKind.STEP, op.number, self.cluster.clock())
+                agent.step_done = op.number
+                agent.broadcast(mark)
+                agent.apply(mark)
+                self.leader.demand.background()
+            self.cluster.leader_stepped(op)
+        self.step_done = op.number
+        self.workload.settled = mark.settled
+        self._seen(mark.entries)
+        return mark.entries
+
+    def _seen(self, entries: tuple[Entry, ...]) -> None:
+        for entry in entries:
+            if isinstance(entry, Quarantine):
+                for run in entry.runs:
+                    self.workload.quarantined_pages[run.domain] += run.count
+
+    def _use(self, domain: int, blocks: tuple[int, ...], by: int) -> None:
+        size = self.workload.shape.blocks_per_page[domain]
+        live = self._live[domain]
+        for block in blocks:
+            page = block // size
+            live[page] += by
+            if live[page] == 0:
+                self.view.live[domain] &= ~(1 << page)
+            else:
+                self.view.live[domain] |= 1 << page
+
+    def _launch(self) -> None:
+        self.cluster.oracle.launch(self.rank)
+        self.loop.at(self.cluster.plan.batch_end(self), self, self._batch_done)
+
+    def _batch_done(self) -> None:
+        self.cluster.oracle.finish(self.rank)
+        self.settle()
+
+
+__all__ = ["Host", "Result", "SimAgent", "Violation"]

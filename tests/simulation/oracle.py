@@ -1,0 +1,386 @@
+"""What must hold, judged from outside: the oracle sees messages, marks and memory, never the state of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcached_dist.coord.core import messages as m
+from kvcached_dist.coord.core.entries import Entry, Growable, Mark, Publish, Quarantine, Reclaimed, Retire, Unretire
+from kvcached_dist.coord.core.types import Run
+
+from .clock import Loop
+from .hardware import RankMemory, mask
+
+
+class Violation(Exception):
+    """A rule does not hold in a schedule.
+
+    Args:
+        rule: its id.
+        detail: what was found.
+    """
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+class Page(Enum):
+    """State of a run, as the oracle has seen it."""
+
+    OPEN = "open"
+    PUBLISHED = "published"
+    RETIRING = "retiring"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(slots=True)
+class TxnView:
+    """What was seen of one transaction."""
+
+    runs: tuple[Run, ...]
+    grow: bool
+    adopted: bool = False
+    retained: bool = False
+    verdict: str = ""
+    sent: set[tuple[str, int]] = field(default_factory=set)
+    """(message, rank) that the leader has sent."""
+    answered: set[tuple[str, int]] = field(default_factory=set)
+    """(answer, rank) that the ranks have given."""
+
+
+@dataclass(slots=True)
+class RankView:
+    """What was seen of one rank."""
+
+    memory: RankMemory
+    published: list[int]
+    """Mask of published pages as this rank has applied them, per domain."""
+    live: list[int]
+    """Mask of pages with live blocks, per domain."""
+    batches: list[tuple[int, ...]] = field(default_factory=list)
+    """Masks that launched batches touch, oldest first; finished ones are removed."""
+    launched: int = 0
+    finished: int = 0
+    log_index: int = 0
+    ops: int = 0
+    retired_at: dict[int, int] = field(default_factory=dict)
+    """Batches launched when a retirement took effect here, by transaction."""
+    gone: bool = False
+
+
+class Oracle:
+    """All checks over one world.
+
+    Args:
+        loop: virtual time, for the trace.
+        pages: logical capacity per domain.
+        blocks_per_page: blocks of a page, per domain.
+    """
+
+    def __init__(self, loop: Loop, pages: Sequence[int], blocks_per_page: Sequence[int]) -> None:
+        self.loop = loop
+        self.pages = tuple(pages)
+        self.blocks_per_page = tuple(blocks_per_page)
+        self.ranks: list[RankView] = []
+        self.runs: dict[Run, tuple[Page, int]] = {}
+        self.txns: dict[int, TxnView] = {}
+        self.log: list[Entry] = []
+        self.ops: list[tuple[object, ...]] = []
+        self.checks: dict[str, int] = {}
+        self._newest = 0
+
+    def add_rank(self, memory: RankMemory) -> None:
+        """Ranks in order."""
+        domains = len(self.pages)
+        self.ranks.append(RankView(memory, [0] * domains, [0] * domains))
+
+    def require(self, condition: bool, rule: str, detail: str) -> None:
+        """Count a check; raise when it fails."""
+        self.checks[rule] = self.checks.get(rule, 0) + 1
+        if not condition:
+            raise Violation(rule, detail)
+
+    def living(self) -> list[tuple[int, RankView]]:
+        """Ranks that have not died."""
+        return [(rank, view) for rank, view in enumerate(self.ranks) if not view.gone]
+
+    # ------------------------------------------------------------------ messages
+
+    def leader_sends(self, to: int, message: m.Message) -> None:
+        """A message of the leader to a rank, its own included."""
+        if not isinstance(message, m.TxnMessage) or isinstance(message, m.Query):
+            return
+        name = type(message).__name__
+        if isinstance(message, m.Reserve) and message.txn not in self.txns:
+            self._claim(message.txn, message.runs)
+        view = self.txns.get(message.txn)
+        self.require(view is not None, "S12", f"{name} of txn {message.txn}, which nothing has opened")
+        assert view is not None
+        if not isinstance(message, m.Release):
+            self.require((name, to) not in view.sent, "S9", f"{name} of txn {message.txn} sent twice to rank {to}")
+        first = not any(sent == name for sent, _ in view.sent)
+        view.sent.add((name, to))
+        if first:
+            self._first(message, view)
+
+    def _claim(self, txn: int, runs: tuple[Run, ...]) -> None:
+        self.require(txn > self._newest, "S12", f"transaction {txn} after {self._newest}")
+        before = self.txns.get(self._newest)
+        if before is not None and before.verdict == "aborted":
+            asked = {rank for name, rank in before.sent if name == "Reserve"}
+            told = {rank for name, rank in before.sent if name == "Abort"}
+            self.require(asked == told, "S7", f"txn {self._newest}: asked {asked}, ABORT went to {told}")
+        self._newest = txn
+        known = [self.runs.get(run) for run in runs]
+        adopted = all(state is not None for state in known)
+        for run, state in zip(runs, known, strict=True):
+            if state is None:
+                clash = [other for other in self.runs if other.overlaps(run)]
+                self.require(not clash, "S6", f"RESERVE txn {txn} over {run}, which overlaps {clash}")
+        if adopted:
+            owners = {state[1] for state in known if state is not None}
+            batch = self.txns[next(iter(owners))]
+            identical = len(owners) == 1 and batch.runs == runs and self._is_retained(batch)
+            self.require(identical, "S6", f"RESERVE txn {txn} of {runs}: not an identical retained batch ({known})")
+        self.require(adopted or not any(known), "S6", f"RESERVE txn {txn} mixes new and retained runs: {known}")
+        for run in runs:
+            self.runs[run] = (Page.OPEN, txn)
+        self.txns[txn] = TxnView(runs, grow=True, adopted=adopted)
+
+    def _is_retained(self, view: TxnView) -> bool:
+        """Whether a batch was never published, is mapped somewhere, and every rank has said how far it came (M7)."""
+        if view.verdict in ("retained", "restored"):
+            return True
+        if view.verdict:
+            return False
+        if not view.grow:
+            return view.retained and all(("Restored", rank) in view.answered for rank, _ in self.living())
+        settled = all(view.answered & {("Mapped", rank), ("MapFailed", rank)} for rank, _ in self.living())
+        return settled and any(name == "MapFailed" for name, _ in view.answered)
+
+    def _first(self, message: m.TxnMessage, view: TxnView) -> None:
+        txn, name = message.txn, type(message).__name__
+        match message:
+            case m.Abort():
+                self._verdict(txn, view, "aborted")
+                mapped = any(sent == "Map" for sent, _ in view.sent)
+                self.require(not mapped, "S1", f"ABORT of txn {txn} after its MAP was sent (M3)")
+                for run in view.runs:
+                    if not view.adopted:
+                        del self.runs[run]
+                if view.adopted:
+                    self.txns[txn].verdict = "retained"
+            case m.Map():
+                self.require(view.verdict == "", "S1", f"MAP of txn {txn}, which is {view.verdict}")
+                for rank, other in self.living():
+                    short = [run for run in view.runs if not other.memory.holds(run)]
+                    self.require(not short, "S7", f"MAP of txn {txn}, but rank {rank} holds no handles of {short}")
+            case m.Unmap():
+                self.require(view.verdict == "", "S4", f"UNMAP of txn {txn}, which is {view.verdict}")
+                for rank, _ in self.living():
+                    drained = ("Drained", rank) in view.answered
+                    self.require(drained, "S4", f"UNMAP of txn {txn}, but rank {rank} has not drained (M4)")
+            case m.Release():
+                for rank, other in self.living():
+                    kept = [run for run in view.runs if other.memory.is_mapped(run)]
+                    self.require(not kept, "S4", f"RELEASE of txn {txn}, but rank {rank} maps {kept} (M9)")
+            case _:
+                self.require(name in ("Reserve", "Restore"), "S12", f"the leader sent {name} of txn {txn}")
+
+    def rank_answers(self, rank: int, message: m.Message) -> None:
+        """An answer of a rank, whether it arrives or not."""
+        if isinstance(message, m.State) or not isinstance(message, m.TxnMessage):
+            return
+        view = self.txns.get(message.txn)
+        if view is None:
+            return
+        view.answered.add((type(message).__name__, rank))
+        this = self.ranks[rank]
+        match message:
+            case m.Drained():
+                behind = this.finished >= this.retired_at.get(message.txn, 1 << 60)
+                self.require(behind, "S4", f"rank {rank} says DRAINED of txn {message.txn} with batches before it")
+            case m.Mapped() | m.Restored():
+                bare = [run for run in view.runs if not this.memory.is_mapped(run)]
+                self.require(not bare, "S2", f"rank {rank} says {type(message).__name__}, but has not mapped {bare}")
+            case m.Refused():
+                left = this.memory.created_by(message.txn)
+                self.require(left == 0, "S7", f"rank {rank} refused txn {message.txn} and keeps {left} handles of it")
+            case _:
+                pass
+
+    # ------------------------------------------------------------------ the log
+
+    def marked(self, mark: Mark, live: Sequence[int]) -> None:
+        """The leader broadcasts a mark. ``live`` is the mask of pages that its engine uses, per domain."""
+        self.require(
+            mark.first_index == len(self.log),
+            "S12",
+            f"a mark starts at log index {mark.first_index}, the log has {len(self.log)} entries",
+        )
+        for entry in mark.entries:
+            self.log.append(entry)
+            self._logged(entry, live)
+
+    def _logged(self, entry: Entry, live: Sequence[int]) -> None:
+        match entry:
+            case Publish(txn=txn, runs=runs):
+                self._publish(txn, runs)
+            case Retire(txn=txn, runs=runs, retained=retained):
+                self._retire(txn, runs, retained, live)
+            case Unretire(txn=txn):
+                view = self.txns[txn]
+                self.require(
+                    not any(name == "Unmap" for name, _ in view.sent), "S4", f"UNRETIRE of txn {txn} after UNMAP (M4)"
+                )
+                self._verdict(txn, view, "restored")
+                for run in view.runs:
+                    self.runs[run] = (Page.OPEN, txn) if view.retained else (Page.PUBLISHED, txn)
+            case Reclaimed(txn=txn):
+                view = self.txns[txn]
+                self._verdict(txn, view, "reclaimed")
+                for rank, other in self.living():
+                    kept = [run for run in view.runs if other.memory.holds_any(run)]
+                    self.require(not kept, "S10", f"RECLAIMED txn {txn}, but rank {rank} holds {kept}")
+                for run in view.runs:
+                    del self.runs[run]
+            case Quarantine(runs=runs):
+                for run in runs:
+                    self.require(run in self.runs, "S6", f"QUARANTINE of {run}, which nobody holds")
+                    self.runs[run] = (Page.QUARANTINED, self.runs[run][1])
+            case Growable(domain=domain, blocks=blocks):
+                most = self._growable_pages(domain) * self.blocks_per_page[domain]
+                self.require(0 <= blocks <= most, "S6", f"GROWABLE {blocks} of domain {domain}, at most {most} (M6)")
+            case _:
+                pass
+
+    def _publish(self, txn: int, runs: tuple[Run, ...]) -> None:
+        view = self.txns.get(txn)
+        self.require(view is not None and view.runs == runs, "S2", f"PUBLISH txn {txn} of {runs}: never reserved")
+        assert view is not None
+        self._verdict(txn, view, "published")
+        for run in runs:
+            state = self.runs.get(run)
+            expected = Page.OPEN if view.grow else Page.RETIRING
+            self.require(state == (expected, txn), "S6", f"PUBLISH txn {txn} of {run} in state {state}")
+            for rank, other in self.living():
+                self.require(other.memory.is_mapped(run), "S2", f"PUBLISH txn {txn}: rank {rank} has not mapped {run}")
+                self.require(run in other.memory.filled, "S13", f"PUBLISH txn {txn}: rank {rank} has not filled {run}")
+            self.runs[run] = (Page.PUBLISHED, txn)
+
+    def _retire(self, txn: int, runs: tuple[Run, ...], retained: bool, live: Sequence[int]) -> None:
+        self.require(txn > self._newest, "S12", f"transaction {txn} after {self._newest}")
+        self._newest = txn
+        for run in runs:
+            state = self.runs.get(run)
+            if retained:
+                held = state is not None and state[0] is not Page.PUBLISHED and self._is_retained(self.txns[state[1]])
+                self.require(held, "S6", f"RETIRE txn {txn} of {run}, not retained: {state}")
+            else:
+                published = state is not None and state[0] is Page.PUBLISHED
+                self.require(published, "S6", f"RETIRE txn {txn} of {run} in state {state}")
+                self.require(run.first > 0, "S3", f"RETIRE txn {txn} of the null page {run}")
+                free = not live[run.domain] & mask(run)
+                self.require(free, "S6", f"RETIRE txn {txn} of {run}, in use on the leader")
+            self.runs[run] = (Page.RETIRING, txn)
+        self.txns[txn] = TxnView(runs, grow=False, retained=retained)
+
+    def _verdict(self, txn: int, view: TxnView, verdict: str) -> None:
+        self.require(view.verdict == "", "S1", f"txn {txn} is {verdict} and was {view.verdict}")
+        view.verdict = verdict
+
+    def _growable_pages(self, domain: int) -> int:
+        """Pages that could still be had: absent ones, and those of the open grow until it is published (M6)."""
+        pages = self.pages[domain]
+        for run, (state, owner) in self.runs.items():
+            if run.domain == domain and not (state is Page.OPEN and not self._is_retained(self.txns[owner])):
+                pages -= run.count
+        return pages
+
+    def applying(self, rank: int, entry: Entry) -> None:
+        """A rank puts the next entry in force."""
+        this = self.ranks[rank]
+        in_order = this.log_index < len(self.log) and self.log[this.log_index] == entry
+        self.require(in_order, "S12", f"rank {rank} applies {entry} as entry {this.log_index}")
+        this.log_index += 1
+        match entry:
+            case Publish(runs=runs):
+                for run in runs:
+                    self.require(this.memory.is_mapped(run), "S3", f"rank {rank} publishes {run}, not mapped there")
+                    this.published[run.domain] |= mask(run)
+            case Retire(txn=txn, runs=runs):
+                this.retired_at[txn] = this.launched
+                for run in runs:
+                    used = this.live[run.domain] & mask(run)
+                    self.require(not used, "S6", f"rank {rank} retires {run}, where blocks are live")
+                    this.published[run.domain] &= ~mask(run)
+            case Unretire(txn=txn) if not self.txns[txn].retained:
+                for run in self.txns[txn].runs:
+                    self.require(this.memory.is_mapped(run), "S3", f"rank {rank} takes back {run}, not mapped there")
+                    this.published[run.domain] |= mask(run)
+            case _:
+                pass
+
+    # ------------------------------------------------------------------ memory and steps
+
+    def before_unmap(self, rank: int, run: Run) -> None:
+        """A rank is about to take a mapping away."""
+        bits = mask(run)
+        for other, view in self.living():
+            published = view.published[run.domain] & bits
+            self.require(not published, "S3", f"rank {rank} unmaps {run}, published on rank {other}")
+        this = self.ranks[rank]
+        touched = this.live[run.domain] & bits or any(batch[run.domain] & bits for batch in this.batches)
+        self.require(not touched, "S4", f"rank {rank} unmaps {run} under a batch that uses it")
+
+    def launch(self, rank: int) -> None:
+        """A batch over all live blocks starts on a rank."""
+        this = self.ranks[rank]
+        this.launched += 1
+        touched = tuple(mask_of_domain | 1 for mask_of_domain in this.live)
+        this.batches.append(touched)
+        self._touch(rank, touched, "launches")
+
+    def finish(self, rank: int) -> None:
+        """The oldest batch of a rank is done."""
+        this = self.ranks[rank]
+        this.finished += 1
+        self._touch(rank, this.batches.pop(0), "finishes")
+
+    def _touch(self, rank: int, touched: tuple[int, ...], what: str) -> None:
+        mapped = self.ranks[rank].memory.mapped
+        for domain, pages in enumerate(touched):
+            stray = pages & ~mapped[domain]
+            self.require(not stray, "S4", f"rank {rank} {what} a batch over unmapped pages {stray:b} of {domain}")
+
+    def operated(self, rank: int, what: str, ids: object) -> None:
+        """An engine operation and what it returned: the same on every rank (S5)."""
+        this = self.ranks[rank]
+        record = (what, ids)
+        if this.ops == len(self.ops):
+            self.ops.append(record)
+        else:
+            leader = self.ops[this.ops]
+            self.require(leader == record, "S5", f"operation {this.ops}: rank {rank} {record}, elsewhere {leader}")
+        this.ops += 1
+
+    # ------------------------------------------------------------------ at rest
+
+    def at_rest(self, counted: Sequence[tuple[int, ...]]) -> None:
+        """Nothing is open or queued. ``counted`` is the leader's count of handles per rank and pool."""
+        held_runs = list(self.runs)
+        for rank, view in self.living():
+            expected = view.memory.counted(held_runs)
+            held = tuple(view.memory.held)
+            self.require(held == expected, "S10", f"rank {rank} holds {held} handles, its runs need {expected}")
+            self.require(
+                counted[rank] == held, "S10", f"rank {rank} holds {held} handles, the leader counts {counted[rank]}"
+            )
+        for txn, seen in self.txns.items():
+            if seen.verdict == "aborted":
+                for rank, view in self.living():
+                    left = view.memory.created_by(txn)
+                    self.require(left == 0, "L3", f"txn {txn} was aborted and rank {rank} keeps {left} handles of it")
