@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .coord.core.effects import Effect, EpochDown, GroupDown, Note, Send, TakeFence, Work, WorkDone, WorkKind
-from .coord.core.entries import Entry, Mark, PositionKind, Publish, Retire, Unretire
+from .coord.core.entries import Entry, Limit, Mark, PositionKind, Publish, Retire, Unretire
 from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown, RankLost, WaitTimeout
 from .coord.core.leader import Leader
 from .coord.core.messages import ANSWERS, Beat, Bye, Fail, MarkMessage, Message, Reform, State, TxnMessage
@@ -65,8 +65,14 @@ class Worker(Protocol):
     def handles(self) -> tuple[int, ...]:
         """Physical handles held now, per pool of the world's list."""
 
+    def held_bytes(self) -> int:
+        """Physical bytes held now."""
+
     def budget_bytes(self) -> int:
         """Bytes this rank could still create above its reserve and below its limit."""
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """A logged limit takes effect; 0: none."""
 
 
 class Faults(Protocol):
@@ -356,6 +362,9 @@ class Agent:
             case Unretire(txn=txn):
                 self.participant.unretire(txn)
                 self.replica.apply(entry)
+            case Limit(limit_bytes=limit_bytes):
+                self.replica.apply(entry)
+                self._worker.set_limit(limit_bytes)
             case _:
                 self.replica.apply(entry)
 
@@ -509,17 +518,17 @@ class Agent:
             self._clock_wake.clear()
 
     def _beat(self) -> None:
-        budget = self._worker.budget_bytes()
+        budget, held = self._worker.budget_bytes(), self._worker.held_bytes()
         with self.changed:
-            self._guarded(lambda: self._beat_locked(budget))
+            self._guarded(lambda: self._beat_locked(budget, held))
             self._guarded(self._route)
             self.changed.notify_all()
         if self._on_beat is not None:
             self._on_beat()
 
-    def _beat_locked(self, budget: int) -> None:
+    def _beat_locked(self, budget: int, held: int) -> None:
         participant = self.participant
-        beat = Beat(self.epoch, budget, participant.handles, self.step_done, participant.quiet_txn())
+        beat = Beat(self.epoch, budget, held, participant.handles, self.step_done, participant.quiet_txn())
         if self.leader is not None:
             self.leader.on_message(self.rank, beat, ticks())
         for link in self._links.values():

@@ -58,7 +58,7 @@ class Inbox:
         link.start(self._receiver(link.peer), self._mourner(link.peer))
 
     def _beat(self) -> None:
-        beat = Beat(self._epoch, 0, (), 0, Txn(0))
+        beat = Beat(self._epoch, 0, 0, (), 0, Txn(0))
         while not self._done.wait(self._beat_s):
             with self._changed:
                 links = list(self.links.values())

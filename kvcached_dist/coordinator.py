@@ -19,6 +19,7 @@ from .coord.core.entries import Entry, Grant, PositionKind
 from .coord.core.errors import GroupFailed
 from .coord.core.invariants import require
 from .coord.core.leader import Leader
+from .coord.core.limits import LimitAnswer
 from .coord.core.replica import OpKind, Replica
 from .coord.core.types import DomainId, Health, Run
 from .domain import NULL_BLOCK, Domain
@@ -212,6 +213,7 @@ class Coordinator:
                 self._parts.inbox.close()
         finally:
             self.backing.close()
+            self.physical.close()
             if self._writer is not None:
                 self._writer.close()
 
@@ -377,6 +379,25 @@ class Coordinator:
         if self._leader is not None:
             with self._agent.entered():
                 self._leader.evict(tokens)
+
+    def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
+        """Set the physical limit of every rank. On rank 0 only; in force on all ranks from the next step on.
+
+        Args:
+            limit_bytes: most physical bytes per rank; 0: none.
+            revision: number of the order; an older one than the newest known is stale.
+
+        Returns:
+            Whether it is applied, deferred (some rank holds more; its free runs are given back), stale, in
+            conflict, refused (quarantined pages) or unavailable.
+
+        Raises:
+            ValueError: a negative number, or this is not rank 0.
+        """
+        if self._leader is None:
+            raise ValueError(f"rank {self.world.rank}: limits are set on rank 0, which puts them into the log")
+        with self._agent.entered():
+            return self._leader.limits.request(limit_bytes, revision)
 
     # ------------------------------------------------------------------ reading
 

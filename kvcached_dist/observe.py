@@ -13,7 +13,8 @@ from .snapshot_schema import CounterState, DomainState, PoolState, SnapshotState
 
 if TYPE_CHECKING:
     from .agent import Agent
-    from .coord.core.leader import Closed, Leader
+    from .coord.core.leader import Leader
+    from .coord.core.ledger import Closed
     from .coord.core.types import Run
     from .coordinator import Coordinator
 
@@ -148,7 +149,7 @@ def _pools(coordinator: Coordinator, retained: list[Run], reserved: list[Run]) -
         states[pool.name] = PoolState(
             domain=pool.domain,
             virtual_bytes=backing.layouts[index].reservation_bytes,
-            mapped_bytes=mapped[index] - kept,
+            mapped_bytes=mapped[index],
             reserved_bytes=held[index] - mapped[index],
             retained_bytes=kept,
             limit_bytes=0,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .admission import AdmissionTurn
 from .coord.core.effects import Work, WorkKind
-from .coord.core.errors import WaitTimeout
+from .coord.core.errors import ConfigError, WaitTimeout
 from .coord.core.types import Cause, CauseKind, Rank
 from .pools.backing import StageBacking
 
@@ -26,7 +26,7 @@ class PhysicalWorker:
         backing: pools of this stage.
         turn: admission turn of the physical card, or ``None`` where no other process can use it.
         utilization: share of the device's memory that may be used by all its users, in (0, 1].
-        limit_bytes: most bytes that this rank may hold (0: no limit).
+        limit_bytes: configured limit: most bytes that this rank may hold (0: none). A logged limit counts too.
         turn_deadline_s: how long to wait for the admission turn (the growth deadline).
 
     Threads: ``perform`` in one thread at a time; the rest from any thread.
@@ -46,7 +46,7 @@ class PhysicalWorker:
         self.rank = rank
         self.device = device
         self.backing = backing
-        self.limit_bytes = limit_bytes
+        self._limits = (limit_bytes, 0)
         self.memory_queries = 0
         self._turn = turn
         self._reserve_bytes = int((1.0 - utilization) * device.total_bytes())
@@ -79,6 +79,19 @@ class PhysicalWorker:
             case WorkKind.RELEASE:
                 return self._cause(self.backing.release(work.runs))
 
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that this rank may hold: the lower of the configured and the logged limit; 0: none."""
+        return min((limit for limit in self._limits if limit), default=0)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """A logged limit takes effect; 0: none. What is held above it stays until it is reclaimed."""
+        self._limits = (self._limits[0], limit_bytes)
+
+    def held_bytes(self) -> int:
+        """Physical bytes held now."""
+        return sum(self.backing.held_bytes())
+
     def handles(self) -> tuple[int, ...]:
         """Physical handles held now, per pool of the world's list."""
         return tuple(self.backing.held())
@@ -92,8 +105,13 @@ class PhysicalWorker:
         """Bytes this rank could still create above the reserve and below its limit."""
         budget = self.free_bytes() - self._reserve_bytes
         if self.limit_bytes:
-            budget = min(budget, self.limit_bytes - sum(self.backing.held_bytes()))
+            budget = min(budget, self.limit_bytes - self.held_bytes())
         return max(0, budget)
+
+    def close(self) -> None:
+        """Give the lock file of the admission turn back. Idempotent."""
+        if self._turn is not None:
+            self._turn.close()
 
     # ------------------------------------------------------------------ inner
 
@@ -104,7 +122,7 @@ class PhysicalWorker:
         try:
             with self._turn.take(self._turn_deadline_s):
                 return self._reserve_now(work)
-        except WaitTimeout as error:
+        except (WaitTimeout, ConfigError) as error:
             return Cause(CauseKind.ADMISSION, self.rank, str(error))
 
     def _reserve_now(self, work: Work) -> Cause | None:
@@ -125,7 +143,7 @@ class PhysicalWorker:
 
     def _over_budget(self, required: int, free: int) -> Cause | None:
         if self.limit_bytes:
-            held = sum(self.backing.held_bytes())
+            held = self.held_bytes()
             if required + held > self.limit_bytes:
                 detail = f"the limit is {self.limit_bytes} bytes, {held} are held"
                 return Cause(CauseKind.LIMIT, self.rank, detail, required, free, self._reserve_bytes)

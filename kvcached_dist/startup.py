@@ -20,7 +20,8 @@ from .bootstrap import Inbox, await_seat, introduce, open_links
 from .coord.core import epoch as epoch_change
 from .coord.core.entries import PositionKind
 from .coord.core.errors import ConfigError, WaitTimeout
-from .coord.core.leader import Leader, Peer
+from .coord.core.leader import Leader
+from .coord.core.ledger import Peer
 from .coord.core.messages import Hello, Joined, Snapshot
 from .coord.core.pages import PageState
 from .coord.core.participant import Participant
@@ -143,7 +144,7 @@ def assemble(
     """
     if world.size > 1 and store is None:
         raise ConfigError(f"store=None: a world of {world.size} ranks needs a TCPStore that all of them can reach")
-    backing = StageBacking.open(device, stage)
+    backing = StageBacking.open(device, stage, page_bytes=config.page_size_mb << 20)
     try:
         parts = Parts(
             world=world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
 
+_state_directory = pytest.StashKey[Path]()
 _unmarked_slow: list[tuple[float, str]] = []
 
 
@@ -45,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{lane.name}: lane, set by the folder; needs {lane.needs}")
     guards.adopt_orphans()
     guards.forbid_network()
+    config.stash[_state_directory] = guards.private_state_directory()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_state_directory], ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -78,14 +85,15 @@ def _no_gpu() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fails a test after which a process or a shared-memory file is there that was not there before.
 
     What fixtures of a wider scope hold exists before and is theirs.
     """
-    processes, files = guards.child_processes(), guards.shared_memory_files()
+    folder = pytestconfig.stash[_state_directory]
+    processes, files = guards.child_processes(), set(folder.iterdir())
     yield
-    left = guards.left_over_processes(processes) + guards.left_over_files(files)
+    left = guards.left_over_processes(processes) + guards.left_over_files(folder, files)
     if left:
         pytest.fail("the test left behind:\n" + "\n".join(left), pytrace=False)
 

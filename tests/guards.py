@@ -10,13 +10,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_PATTERN = "kvcached_dist.*"
 GRACE_SECONDS = 2.0
 """How long a process that a test has ended may take to disappear."""
 
@@ -112,35 +111,19 @@ def left_over_processes(before: set[psutil.Process]) -> list[str]:
 # --- shared memory ---------------------------------------------------------------------------------------------------
 
 
-def shared_memory_files() -> set[Path]:
-    """Files of this library in shared memory, whoever made them."""
-    return set(SHARED_MEMORY.glob(SHARED_MEMORY_PATTERN))
+def private_state_directory() -> Path:
+    """A folder in shared memory in which the engines of this test run publish their snapshots, and nobody else's.
+
+    Processes that tests start inherit the setting, so what lies there after a test is the test's.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvcached_dist-tests-", dir="/dev/shm"))
+    os.environ["KVCACHED_DIST_STATE_DIR"] = str(folder)
+    return folder
 
 
-def left_over_files(before: set[Path]) -> list[str]:
-    """Removes and describes the files that are not in ``before``, except those that another program uses."""
-    new = shared_memory_files() - before
-    if not new:
-        return []
-    new -= _used_elsewhere()
+def left_over_files(folder: Path, before: set[Path]) -> list[str]:
+    """Removes and describes the files of a folder that are not in ``before``."""
+    new = sorted(set(folder.iterdir()) - before)
     for path in new:
         path.unlink(missing_ok=True)
-    return [f"shared memory {path}" for path in sorted(new)]
-
-
-def _used_elsewhere() -> set[Path]:
-    """Files of ours that are mapped or open in processes that do not descend from this one."""
-    here = psutil.Process()
-    own = {here.pid, *(child.pid for child in here.children(recursive=True))}
-    used = set()
-    for pid in psutil.pids():
-        if pid in own:
-            continue
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                if f"{SHARED_MEMORY}/kvcached_dist." in line:
-                    used.add(Path(line.split(maxsplit=5)[5]))
-            for handle in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    used.add(Path(os.readlink(handle.path)))
-    return used
+    return [f"shared memory {path}" for path in new]

@@ -1,14 +1,14 @@
-"""What the leader wants: growth for a waiting operation, growth ahead of demand, and memory to give back."""
+"""What the leader wants: growth for a waiting operation and growth ahead of demand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
-from .policy import RunLength, growth_target, may_retire
+from .policy import RunLength, growth_target
 from .transaction import Retained, Transaction, TxnStep
 from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
 
@@ -53,8 +53,6 @@ class Demand:
         self.foreground: Foreground | None = None
         self._run_length = [RunLength(leader.policy) for _ in range(domains)]
         self._logged_growable = [-1] * domains
-        self._steps_since_reclaim = 0
-        self._reclaim_not_before = Tick(0)
 
     # ------------------------------------------------------------------ foreground
 
@@ -110,10 +108,9 @@ class Demand:
             self._grow(wanted, None)
 
     def _background_target(self, domain: DomainId) -> int:
-        leader = self._leader
         absent = self._affordable_pages(domain)
         run_pages = 1 if self.idle else self._run_length[domain].pages
-        return growth_target(self._free_pages(domain), self._low(domain), run_pages, absent)
+        return growth_target(self.free_pages(domain), self.low_pages(domain), run_pages, absent)
 
     def _grow(self, wanted: Mapping[DomainId, int], waiting: Foreground | None) -> bool:
         """Open a grow of at least ``wanted`` pages, of more under sustained demand. ``False``: the answer is known."""
@@ -157,8 +154,7 @@ class Demand:
 
     def refused(self, txn: Transaction, cause: Cause) -> None:
         """A grow was aborted: shorter runs, and the waiting operation may try once with just what it needs."""
-        for run in txn.runs:
-            self._run_length[run.domain].relaxed()
+        self.relaxed(txn.runs)
         waiting = self.foreground
         if waiting is None or waiting.verdict is not None or not txn.foreground:
             return
@@ -174,67 +170,32 @@ class Demand:
         else:
             waiting.verdict = False
 
+    def relaxed(self, runs: Iterable[Run]) -> None:
+        """Memory is given back: the next growth starts small again."""
+        for domain in {run.domain for run in runs}:
+            self._run_length[domain].relaxed()
+
     def grew(self, txn: Transaction) -> None:
         """A grow will be published."""
         for domain in {run.domain for run in txn.runs}:
             self._run_length[domain].grew()
 
-    # ------------------------------------------------------------------ giving back
-
-    def pick_retirement(self, before: Sequence[Entry]) -> list[Entry]:
-        """RETIRE of runs that are entirely free at this very point, or nothing."""
-        leader = self._leader
-        self._steps_since_reclaim += 1
-        if leader.txn is not None or not leader.active or leader.quiescent():
-            return []
-        if leader.now < self._reclaim_not_before:
-            return []
-        if self.idle and leader.retained:
-            return [leader.open_reclaim(leader.retained[0].runs, retained=True)]
-        if not self.idle and self._steps_since_reclaim < leader.policy.reclaim_interval_steps:
-            return []
-        runs = self._free_runs()
-        if not runs:
-            return []
-        self._steps_since_reclaim = 0
-        for run in runs:
-            self._run_length[run.domain].relaxed()
-        return [leader.open_reclaim(tuple(runs), retained=False)]
-
-    def reclaim_failed(self) -> None:
-        """An unmap failed and was restored: do not try again at once."""
-        self._reclaim_not_before = Tick(self._leader.now + self._leader.policy.backoff_max)
-
-    def _free_runs(self) -> list[Run]:
-        leader = self._leader
-        chosen: list[Run] = []
-        for domain in self._domains():
-            free = self._free_pages(domain, due=False)
-            low = self._low(domain)
-            high = max(leader.policy.reserved_pages_max, low)
-            free_list = leader.replica.free_lists[domain]
-            for run in reversed(leader.tables[domain].runs(PageState.PUBLISHED)):
-                if len(chosen) >= RUNS_PER_TXN_MAX or not may_retire(free, 1, low, high, idle=self.idle):
-                    break
-                if (
-                    run.first > 0
-                    and may_retire(free, run.count, low, high, idle=self.idle)
-                    and free_list.run_is_free(run.first, run.count)
-                ):
-                    chosen.append(run)
-                    free -= run.count
-        return chosen
-
     # ------------------------------------------------------------------ capacity
 
     def changed_capacity(self) -> list[Entry]:
-        """GROWABLE entries for domains whose growable blocks have changed enough to matter (rule M6)."""
+        """GROWABLE entries for domains whose growable blocks have changed (rule M6).
+
+        Falls are always logged. Rises that only follow the free memory of a card are damped: a neighbour moves it
+        all the time.
+        """
         entries: list[Entry] = []
         for domain in self._domains():
             blocks = self.growable_pages(domain) * self._leader.replica.blocks_per_page[domain]
             logged = self._logged_growable[domain]
-            slack = max(1, logged // 16)
-            if blocks != logged and (blocks == 0 or logged <= 0 or abs(blocks - logged) >= slack):
+            absent = self._leader.tables[domain].count(PageState.ABSENT)
+            follows_memory = self._affordable_pages(domain) < absent
+            slack = max(1, logged // 16) if follows_memory and logged > 0 else 1
+            if blocks < logged or blocks - logged >= slack:
                 self._logged_growable[domain] = blocks
                 entries.append(Growable(domain, blocks))
         return entries
@@ -259,7 +220,7 @@ class Demand:
         changes = any(isinstance(entry, Publish | Retire | Unretire | Reclaimed) for entry in entries)
         if changes or leader.txn is not None or leader.due() or leader.retained or not leader.active:
             return False
-        if leader.now < self._reclaim_not_before:
+        if leader.reclaim.paused():
             return False
         return not any(self._background_target(domain) > 0 for domain in self._domains())
 
@@ -268,13 +229,14 @@ class Demand:
     def _domains(self) -> list[DomainId]:
         return [DomainId(domain) for domain in range(len(self._leader.tables))]
 
-    def _low(self, domain: DomainId) -> int:
+    def low_pages(self, domain: DomainId) -> int:
         """Growth watermark in pages: the reserve, or what one step can take."""
         leader = self._leader
         step_pages = -(-self.step_blocks[domain] // leader.replica.blocks_per_page[domain])
         return min(max(leader.policy.reserved_pages_min, step_pages), leader.tables[domain].pages - 1)
 
-    def _free_pages(self, domain: DomainId, *, due: bool = True) -> int:
+    def free_pages(self, domain: DomainId, *, due: bool = True) -> int:
+        """Published free pages; with ``due`` also those that the next mark publishes."""
         leader = self._leader
         blocks = leader.replica.available(domain) + (leader.due_blocks(domain) if due else 0)
         return blocks // leader.replica.blocks_per_page[domain]

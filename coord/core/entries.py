@@ -111,7 +111,7 @@ class PositionKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """ "Everything up to ``first_index + len(entries)`` is in force from this point of the stream."
+    """Everything up to ``first_index + len(entries)`` is in force from this point of the stream.
 
     Attributes:
         epoch: epoch in which the leader broadcast it (informative: rule M1, epochs fence links only).

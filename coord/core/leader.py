@@ -3,21 +3,23 @@
 Sans-IO. Inputs are messages of participants (its own rank's too), ticks of a clock, link news and the
 calls of its scheduler thread. Outputs are effects (:mod:`.effects`) and marks. The transaction itself is
 in :mod:`.transaction`, the pages in :mod:`.pages`, the quantities in :mod:`.policy`; asking about missing
-answers is in :mod:`.silence`, demand (foreground, background, reclaim) in :mod:`.demand`.
+answers is in :mod:`.silence`, growth in :mod:`.demand`, giving back in :mod:`.reclaim`, limits in
+:mod:`.limits`, the change of epoch in :mod:`.epoch`, what is remembered in :mod:`.ledger`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from . import epoch as epoch_change
 from .demand import Demand
 from .effects import Effect, EpochDown, GroupDown, Note, Send
-from .entries import Entry, Evict, Grant, Mark, PositionKind, Publish, Quarantine, Reclaimed, Retire, Unretire
+from .entries import Entry, Evict, Grant, Limit, Mark, PositionKind, Publish, Quarantine, Reclaimed, Retire, Unretire
 from .invariants import require
+from .ledger import CLOSED_MAX, LEADER, Closed, Counters, Peer
+from .limits import Limits
 from .messages import (
     ANSWERS,
     Abort,
@@ -47,21 +49,17 @@ from .messages import (
 )
 from .pages import PageState, PageTable
 from .policy import Backoff, Policy
+from .reclaim import Reclaim
 from .replica import Replica
 from .silence import Silence
 from .transaction import Retained, Transaction, TxnStep, Verdict
 from .types import Cause, CauseKind, DomainId, Epoch, Health, Rank, Run, Tick, Txn
-
-LEADER = Rank(0)
 
 _DROPPED = {
     PageState.ABSENT: Verdict.ABORTED,
     PageState.RETAINED: Verdict.RETAINED,
     PageState.PUBLISHED: Verdict.CANCELLED,
 }
-
-CLOSED_MAX = 1 << 16
-"""Finished transactions kept for statistics."""
 
 RELEASE_RETRIES = 2
 """RELEASE messages repeated after a driver refused to release, before the domain fails (rule M8)."""
@@ -80,57 +78,6 @@ _STEP_OF: dict[type[TxnMessage], TxnStep] = {
     ReleaseFailed: TxnStep.RELEASING,
 }
 """The step in which an answer means something; any other is late or a duplicate and changes nothing (S9)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """One finished transaction, for statistics.
-
-    Attributes: txn, verdict, foreground, pages, started, ended (ticks), lag_steps, cause.
-    """
-
-    txn: Txn
-    verdict: Verdict
-    grow: bool
-    foreground: bool
-    pages: int
-    started: Tick
-    ended: Tick
-    lag_steps: int
-    cause: Cause | None
-
-
-@dataclass(slots=True)
-class Peer:
-    """What the leader knows of one rank.
-
-    Attributes:
-        page_bytes: physical bytes of a page on that rank, per domain.
-        budget_bytes: bytes it could still create, from its beats, less what was reserved since.
-        heard: when its last message came.
-        handles: handles it should hold when nothing is open (S10).
-        left: it said goodbye.
-    """
-
-    page_bytes: tuple[int, ...]
-    budget_bytes: int
-    heard: Tick
-    handles: tuple[int, ...]
-    left: bool = False
-
-
-@dataclass(slots=True)
-class Counters:
-    """Cumulative counts; never reset."""
-
-    stale_answers: int = 0
-    queries: int = 0
-    known_misses: int = 0
-    refusals: int = 0
-    messages: int = 0
-    foreground_grows: int = 0
-    reclaimed_runs: int = 0
-    closed: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
 
 
 class Leader:
@@ -175,6 +122,8 @@ class Leader:
         self.last_txn = Txn(0)
         self.now = now
         self.demand = Demand(self)
+        self.reclaim = Reclaim(self)
+        self.limits = Limits(self)
         self.silence = Silence(self)
         self._due: list[Entry] = []
         self._unretired: dict[Txn, tuple[Run, ...]] = {}
@@ -257,6 +206,10 @@ class Leader:
         if tokens > 0:
             self._due.append(Evict(tokens))
 
+    def log_entry(self, entry: Limit) -> None:
+        """Log an entry that needs no transaction at the next mark."""
+        self._due.append(entry)
+
     def mark(self, kind: PositionKind, position: int, now: Tick, grant: bool | None = None) -> Mark:
         """Close the log up to here: due entries, changed capacity, what is retired at this very point.
 
@@ -271,7 +224,7 @@ class Leader:
         """
         self.now = now
         # Evictions change the engine's own state, so they wait for the end of a step.
-        later = [entry for entry in self._due if isinstance(entry, Evict) and kind is PositionKind.OP]
+        later: list[Entry] = [e for e in self._due if isinstance(e, Evict) and kind is PositionKind.OP]
         entries = [entry for entry in self._due if entry not in later]
         for entry in entries:
             if isinstance(entry, Publish):
@@ -279,7 +232,7 @@ class Leader:
         self._due = later
         self._unretired.clear()
         if kind is PositionKind.STEP and self.active:
-            entries.extend(self.demand.pick_retirement(entries))
+            entries.extend(self.reclaim.pick())
         entries.extend(self.demand.changed_capacity())
         if grant is not None:
             entries.append(Grant(position, grant))
@@ -436,6 +389,8 @@ class Leader:
         self.lost = None
         self.backoff = Backoff(self.policy)
         self.demand = Demand(self)
+        self.reclaim = Reclaim(self)
+        self.limits = Limits(self)
         self.silence = Silence(self)
 
     def fail_closed(self, rank: Rank) -> None:
@@ -509,7 +464,7 @@ class Leader:
         self._close(Verdict.RETAINED, cause)
 
     def _restored(self, txn: Transaction) -> None:
-        self.demand.reclaim_failed()
+        self.reclaim.failed()
         cause = cast(Cause, txn.cause)
         if txn.retained:
             self._become(txn.runs, PageState.RETAINED)
@@ -540,6 +495,7 @@ class Leader:
 
     def _on_beat(self, rank: Rank, peer: Peer, beat: Beat) -> None:
         peer.budget_bytes = beat.free_bytes
+        peer.held_bytes = beat.held_bytes
         if self.txn is None and self.last_txn and beat.quiet_txn == self.last_txn:
             require(
                 beat.handles == peer.handles,

@@ -53,104 +53,118 @@ class TxnMessage(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(TxnMessage):
+    """Take the physical handles of these runs; touch no address."""
+
     runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved(TxnMessage):
-    """Attributes: handles: physical handles held now, per pool of the world's list (S10)."""
+    """Carries ``handles``: physical handles held now, per pool of the world's list (S10)."""
 
     handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused(TxnMessage):
+    """The vote is no; this rank has given everything back."""
+
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Abort(TxnMessage):
-    pass
+    """Give back what this transaction created."""
 
 
 @dataclass(frozen=True, slots=True)
 class Map(TxnMessage):
-    pass
+    """Map, set access, fill and prepare publishing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped(TxnMessage):
-    pass
+    """Everything of this transaction is mapped here."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapFailed(TxnMessage):
+    """Some of it could not be mapped; what is mapped stays mapped."""
+
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Drained(TxnMessage):
-    """Attributes: lag_steps: how many engine steps the leader's marks were ahead at the RETIRE."""
+    """Carries ``lag_steps``: how many engine steps the leader's marks were ahead at the RETIRE."""
 
     lag_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unmap(TxnMessage):
-    pass
+    """Take the mapping away, keep the handles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unmapped(TxnMessage):
-    pass
+    """Nothing of this transaction is mapped here any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnmapFailed(TxnMessage):
+    """A part could not be unmapped."""
+
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Restore(TxnMessage):
-    pass
+    """Map the runs of a failed reclaim again, and fill them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored(TxnMessage):
-    pass
+    """The runs are mapped as before the reclaim."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed(TxnMessage):
+    """They are not; the mapping of this rank cannot be shown."""
+
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Release(TxnMessage):
-    pass
+    """Release the handles; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released(TxnMessage):
-    """Attributes: handles: physical handles held now, per pool of the world's list (S10)."""
+    """Carries ``handles``: physical handles held now, per pool of the world's list (S10)."""
 
     handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFailed(TxnMessage):
+    """The driver refused to release a handle, which stays in the count."""
+
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Query(TxnMessage):
-    """Attributes: number: 1 or 2; the reply repeats it."""
+    """Read-only. Carries ``number``: 1 or 2; the reply repeats it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class State(TxnMessage):
+    """The reply to a query."""
+
     number: int
     phase: TxnPhase
     cause: Cause | None
@@ -159,21 +173,24 @@ class State(TxnMessage):
 
 @dataclass(frozen=True, slots=True)
 class MarkMessage(Message):
+    """A mark, for engines without an ordered stream of their own."""
+
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Attributes:
+    """A rank introduces itself on a new link.
 
-    spec_digest: digest of the world-wide pool specification (equal on all ranks).
-    config_digest: digest of the settings that must be equal on all ranks.
-    domain_blocks: blocks that this rank could address, per domain.
-    page_bytes: physical bytes of one page on this rank over all its pools and layers, per domain.
-    device: physical device id (PCI bus id, or the name of a host card).
-    pid: operating-system process id, for messages to people.
-    total_bytes: physical memory of the device.
-    free_bytes: free physical memory now.
+    Attributes:
+        spec_digest: digest of the world-wide pool specification (equal on all ranks).
+        config_digest: digest of the settings that must be equal on all ranks.
+        domain_blocks: blocks that this rank could address, per domain.
+        page_bytes: physical bytes of one page on this rank over all its pools and layers, per domain.
+        device: physical device id (PCI bus id, or the name of a host card).
+        pid: operating-system process id, for messages to people.
+        total_bytes: physical memory of the device.
+        free_bytes: free physical memory now.
     """
 
     spec_digest: str
@@ -217,23 +234,26 @@ class Snapshot(Message):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Message):
-    """Attributes: handles: handles held per pool after the snapshot was processed (S10)."""
+    """Carries ``handles``: handles held per pool after the snapshot was processed (S10)."""
 
     handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """Attributes:
+    """A sign of life, with what the leader needs for its decisions.
 
-    free_bytes: bytes this rank could still create above its reserve and below its limit.
-    handles: physical handles held, per pool.
-    step: last engine step done.
-    quiet_txn: the newest transaction whose messages this rank has processed, if no driver call of it is
-        queued or running, else 0. Only then do ``handles`` count for S10.
+    Attributes:
+        free_bytes: bytes this rank could still create above its reserve and below its limit.
+        held_bytes: physical bytes that this rank holds.
+        handles: physical handles held, per pool.
+        step: last engine step done.
+        quiet_txn: the newest transaction whose messages this rank has processed, if no driver call of it is
+            queued or running, else 0. Only then do ``handles`` count for S10.
     """
 
     free_bytes: int
+    held_bytes: int
     handles: tuple[int, ...]
     step: int
     quiet_txn: Txn
@@ -241,6 +261,8 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
+    """The coordinator has failed; the first cause."""
+
     cause: Cause
 
 
@@ -253,7 +275,7 @@ class Reform(Message):
 
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    pass
+    """An orderly close."""
 
 
 ANSWERS = (

@@ -116,6 +116,8 @@ class _Record:
     """States at RETIRE, for UNRETIRE."""
     queued: list[WorkKind] = field(default_factory=list)
     """Driver work issued and not yet reported, oldest first."""
+    issued: set[WorkKind] = field(default_factory=set)
+    """Driver work ever issued: a message that asks for it again is a duplicate, however late (S9)."""
     aborting: bool = False
     restoring: bool = False
 
@@ -162,8 +164,11 @@ class Participant:
         return sorted(run for run, state in self._runs.items() if not states or state in states)
 
     def quiet_txn(self) -> Txn:
-        """Newest transaction seen, or 0 while driver work is queued."""
-        busy = any(record.queued for record in self._records.values())
+        """Newest transaction seen, or 0 while driver work is queued or a reservation waits for its verdict.
+
+        A beat that leaves before the ABORT arrives counts handles that the leader no longer does.
+        """
+        busy = any(record.queued or record.phase is TxnPhase.RESERVED for record in self._records.values())
         return Txn(0) if busy else self.newest_txn
 
     # ------------------------------------------------------------------ messages
@@ -188,6 +193,7 @@ class Participant:
         if message.txn in self._records:
             self._answer_again(message.txn)
             return
+        self._adopt_cancelled(message.runs)
         states = [self._runs.get(run) for run in message.runs]
         adopted = all(state in _RETAINED for state in states)
         require(
@@ -200,6 +206,14 @@ class Participant:
         if not adopted:
             self._become(message.runs, RunState.RESERVED)
         self._issue(record, WorkKind.RESERVE)
+
+    def _adopt_cancelled(self, runs: tuple[Run, ...]) -> None:
+        """A RESERVE over retained runs in retirement says that it was cancelled; the UNRETIRE follows in the stream."""
+        for record in reversed(self._records.values()):
+            if record.retained and record.runs == runs and record.phase in (TxnPhase.RETIRED, TxnPhase.DRAINED):
+                if not record.queued:
+                    self._take_back(record)
+                return
 
     def _on_abort(self, message: Abort) -> None:
         record = self._records.get(message.txn)
@@ -214,12 +228,15 @@ class Participant:
             f"rank {self.rank}: ABORT txn={message.txn} in phase {record.phase.name}, after MAP (rule M3)",
         )
         record.aborting = True
-        if not record.queued:
-            self._issue(record, WorkKind.ABORT)
+        # The runs are free for the leader from here on: its next RESERVE may name them before the work behind this
+        # one is done. Work is done in order, so that the next RESERVE finds what this ABORT has left.
+        if not record.adopted:
+            self._become(record.runs, None)
+        self._issue(record, WorkKind.ABORT)
 
     def _on_map(self, message: Map) -> None:
         record = self._known(message)
-        if WorkKind.MAP in record.queued or record.phase in (TxnPhase.MAPPED, TxnPhase.MAP_FAILED):
+        if WorkKind.MAP in record.issued:
             self._answer_again(message.txn)
             return
         require(
@@ -231,7 +248,7 @@ class Participant:
 
     def _on_unmap(self, message: Unmap) -> None:
         record = self._known(message)
-        if record.queued or record.phase in (TxnPhase.UNMAPPED, TxnPhase.UNMAP_FAILED):
+        if WorkKind.UNMAP in record.issued:
             self._answer_again(message.txn)
             return
         require(
@@ -305,12 +322,17 @@ class Participant:
     def unretire(self, txn: Txn) -> None:
         """An ``Unretire`` entry took effect on this rank."""
         record = self._records.get(txn)
+        if record is not None and record.phase is TxnPhase.CANCELLED:
+            return
         require(
             record is not None and record.phase in (TxnPhase.RETIRED, TxnPhase.DRAINED) and not record.queued,
             "S4",
             f"rank {self.rank}: UNRETIRE txn={txn} in phase {self.phase(txn).name}, after UNMAP (rule M4)",
         )
         assert record is not None
+        self._take_back(record)
+
+    def _take_back(self, record: _Record) -> None:
         for run in record.runs:
             self._become((run,), record.before[run])
         self._enter(record, TxnPhase.CANCELLED, None)
@@ -426,8 +448,6 @@ class Participant:
         self._enter(record, good if done.cause is None else bad, done.cause)
         self._settle_runs(record, done)
         if record.aborting and done.kind is WorkKind.RESERVE:
-            if done.cause is None:
-                self._issue(record, WorkKind.ABORT)
             return
         if record.restoring and done.kind is WorkKind.UNMAP:
             return
@@ -438,9 +458,7 @@ class Participant:
         """Move the runs of a transaction to where its driver work has left them."""
         ok = done.cause is None
         match done.kind:
-            case WorkKind.RESERVE if not ok and not record.adopted:
-                self._become(record.runs, None)
-            case WorkKind.ABORT if not record.adopted:
+            case WorkKind.RESERVE if not ok and not record.adopted and not record.aborting:
                 self._become(record.runs, None)
             case WorkKind.MAP:
                 self._become(record.runs, RunState.MAPPED if ok else RunState.PARTIAL)
@@ -503,6 +521,7 @@ class Participant:
 
     def _issue(self, record: _Record, kind: WorkKind) -> None:
         record.queued.append(kind)
+        record.issued.add(kind)
         self._out.append(Work(kind, record.txn, record.runs))
 
     def _near(self, run: Run) -> list[Run]:

@@ -60,7 +60,7 @@ class Pending:
     due: Tick
     """When to ask (or ask again)."""
     queries: int = 0
-    queried_at: Tick = Tick(0)
+    queried_at: int = 0
 
 
 @dataclass(slots=True)

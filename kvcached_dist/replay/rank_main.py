@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """How long the loop may take to come out of a broken wait by itself before the process is ended."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter: with the default of 5 ms an agent waits that long for a busy scheduler."""
 
 CAUSE_WAIT_S = 2.0
 """How much longer than a lease a rank waits for the coordinator to name the cause of a broken pipeline."""
@@ -77,6 +81,7 @@ def run_rank(
     second, the outcome is reported and the process ended from a second thread.
     """
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     guard = _Guard(report)
     try:
         return _run(options, seat, store, guard, progress)

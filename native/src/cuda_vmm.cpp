@@ -2,6 +2,7 @@
 
 #include <array>
 #include <stdexcept>
+#include <tuple>
 
 namespace kvcached_dist {
 namespace {
@@ -45,7 +46,7 @@ class CudaDevice::Current {
 
   // Runs `call` if the device could be made current.
   template <typename Call>
-  Result run(const Call& call) const {
+  [[nodiscard]] Result run(const Call& call) const {
     return result_of(code_ == cuda::kSuccess ? call(driver_) : code_);
   }
 
@@ -117,7 +118,7 @@ void CudaDevice::stop() {
   if (context_ == nullptr || !in_owner_process()) return;
   {
     const Current current(*this);
-    if (stream_ != nullptr) current.run([&](const auto& cu) { return cu.stream_destroy(stream_); });
+    if (stream_ != nullptr) std::ignore = current.run([&](const auto& cu) { return cu.stream_destroy(stream_); });
   }
   stream_ = nullptr;
   context_ = nullptr;

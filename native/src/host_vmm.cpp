@@ -110,7 +110,7 @@ void HostDevice::refund(std::uint64_t bytes) {
 }
 
 bool HostDevice::is_reserved(Address address, std::uint64_t bytes) const {
-  auto after = reservations_.upper_bound(address);
+  const auto after = reservations_.upper_bound(address);
   if (after == reservations_.begin()) return false;
   const auto& [start, length] = *std::prev(after);
   return address - start <= length && bytes <= length - (address - start);

@@ -249,7 +249,7 @@ void bind_devices(nb::module_& m) {
   });
 }
 
-void bind_backing(nb::module_& m) {
+void bind_backing(const nb::module_& m) {
   nb::class_<PoolGeometry>(m, "PoolGeometry", "Where the bytes of a pool lie in its reservation.")
       .def(nb::new_(&geometry_from), nb::kw_only(), "name"_a, "domain"_a, "pages"_a, "reservation_bytes"_a, "lanes"_a,
            "pinned"_a = std::vector<PyRange>{}, "fill"_a = std::vector<PyFill>{}, "fill_row_bytes"_a = 0)
@@ -328,7 +328,7 @@ void bind_backing(nb::module_& m) {
       .def("close", &Backing::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
-void bind_block_pool(nb::module_& m) {
+void bind_block_pool(const nb::module_& m) {
   const auto free_blocks = [](BlockPool& pool, const Blocks& blocks) { pool.free({blocks.data(), blocks.size()}); };
   nb::class_<BlockPool>(m, "BlockPool", "Hands out block ids deterministically, fullest page first.")
       .def(nb::init<std::int64_t, std::int64_t>(), "pages"_a, "blocks_per_page"_a)

@@ -15,7 +15,8 @@
 #ifndef EPOCHS
 #define EPOCHS 1                /* changes of epoch */
 #endif
-#define SLOTS 8                 /* operations whose result is remembered; more than any rank is behind */
+#define SLOTS 8                 /* log indices and retirements are compared modulo this */
+#define IN_MARK 9               /* the id of this operation comes with its verdict */
 #define PAGES 3                 /* two pages, as a set */
 #define LOW(set) (((set) & 1) -> 1 : ((set) & 2))
 #define COUNT(set) (((set) & 1) + (((set) >> 1) & 1))
@@ -27,9 +28,9 @@ mtype = { PUBLISH, RETIRE, UNRETIRE, ALLOC, FREE,
 #define AT_OP 1                 /* do the operation of this step */
 #define AT_GRANT 2              /* short of a page: wait for the verdict of this operation */
 
-/* at an operation, hit, first index, entries, entry, page, GROWABLE, epoch */
-chan marks[N] = [2 * LAG + 2] of { bit, bit, byte, byte, mtype, byte, byte, byte };
-chan ops[N]   = [LAG] of { mtype };
+/* at an operation, hit, first index, entries, entry, page, GROWABLE, epoch; and, to compare, the id */
+chan marks[N] = [2 * LAG + 2] of { bit, bit, byte, byte, mtype, byte, byte, byte, byte };
+chan ops[N]   = [LAG] of { mtype, byte };       /* operation; to compare: the id that rank 0 got */
 
 /* The leader. */
 mtype phase = IDLE;
@@ -43,21 +44,20 @@ bit  refused;                   /* the last grow was refused: no second one for 
 
 /* Each rank. */
 byte published[N], used[N], retired[N], growable[N] = 2;
-byte next_op[N], applied[N], at[N], seen[N];
+byte applied[N], at[N], seen[N];
 byte retired_by[N];             /* retirements applied, modulo SLOTS: stands for DRAINED(txn) */
-
-/* Ghost: result of operation k (0: a miss), and the ranks that have done it. */
-byte result[SLOTS], did[SLOTS];
 
 #define AVAILABLE(r) (published[r] & ~used[r])
 #if FOLLOWERS == 3
 #define ROOM (len(ops[1]) < 1 && nfull(ops[2]) && nfull(ops[3]))
 #define RETIRED_EVERYWHERE (retired_by[0] == retired_by[1] && retired_by[0] == retired_by[2] && \
                             retired_by[0] == retired_by[3])
+#define DELIVERED (len(marks[1]) + len(marks[2]) + len(marks[3]) == 0)
 #define ANYWHERE(list) (list[0] | list[1] | list[2] | list[3])
 #else
 #define ROOM (len(ops[1]) < 1 && nfull(ops[2]))
 #define RETIRED_EVERYWHERE (retired_by[0] == retired_by[1] && retired_by[0] == retired_by[2])
+#define DELIVERED (len(marks[1]) + len(marks[2]) == 0)
 #define ANYWHERE(list) (list[0] | list[1] | list[2])
 #endif
 #define FOREACH(i, n) i = 0; do :: i < (n) ->
@@ -80,7 +80,7 @@ inline apply(r, entry, p) {
     fi
 }
 
-/* The operation of rank r: lowest free page, lowest used page. Ids are compared with the other ranks. */
+/* The operation of rank r: lowest free page, lowest used page; id is 0 for a miss. */
 inline operate(r, op, id) {
     id = 0;
     if
@@ -88,16 +88,19 @@ inline operate(r, op, id) {
     :: op == FREE && used[r] -> id = LOW(used[r]); used[r] = used[r] & ~id
     :: else
     fi;
-    REQUIRE(S3, (used[r] & ~mapped) == 0);
-    REQUIRE(S5, did[next_op[r]] == 0 || result[next_op[r]] == id);
-    result[next_op[r]] = id; did[next_op[r]] = did[next_op[r]] | BIT(r);
-    if :: did[next_op[r]] == ALL -> did[next_op[r]] = 0; result[next_op[r]] = 0 :: else fi;
-    next_op[r] = (next_op[r] + 1) % SLOTS;
-    id = 0
+    REQUIRE(S3, (used[r] & ~mapped) == 0)
 }
 
 /* The leader appends, applies and broadcasts in one go (M5, M7). */
 inline mark(at_op, hit, entry, p) {
+    if                          /* nothing on its way: numbers may start again (fewer states) */
+    :: DELIVERED -> FOREACH(x, N) applied[x] = 0; END(x); next_index = 0
+    :: else
+    fi;
+    if
+    :: RETIRED_EVERYWHERE && phase == IDLE -> FOREACH(x, N) retired_by[x] = 0; END(x)
+    :: else
+    fi;
 #ifdef MUTANT_M6_FALLS_LATE
     g = 2 - COUNT(held);
 #endif
@@ -119,13 +122,14 @@ inline mark(at_op, hit, entry, p) {
     apply(0, entry, p);
 #endif
     growable[0] = g;
+    if :: at_op && hit -> operate(0, ALLOC, id) :: else fi;
     REQUIRE(CAPACITY, COUNT(held) + g <= 2);
     REQUIRE(CAPACITY, COUNT(published[0]) + g <= 2);
     FOREACH(x, N)
-        if :: x > 0 -> marks[x]!at_op, hit, next_index, entries, entry, p, g, epoch :: else fi;
+        if :: x > 0 -> marks[x]!at_op, hit, next_index, entries, entry, p, g, epoch, id :: else fi;
     END(x);
     next_index = (next_index + entries) % SLOTS;
-    entries = 0; g = 0
+    entries = 0; g = 0; id = 0
 }
 
 inline end_of_mark() {
@@ -159,23 +163,22 @@ end: do
     :: atomic { at[0] == AT_OP ->
         if :: op = ALLOC :: used[0] -> op = FREE :: op = NONE fi;
         d_step {
-            FOREACH(x, N) if :: x > 0 -> ops[x]!op :: else fi; END(x);
             if
-            :: op == ALLOC && AVAILABLE(0) == 0 -> at[0] = AT_GRANT
-            :: op == NONE -> at[0] = AT_MARK
+            :: op == ALLOC && AVAILABLE(0) == 0 -> id = IN_MARK; at[0] = AT_GRANT
             :: else -> operate(0, op, id); at[0] = AT_MARK
             fi;
-            op = 0 } }
+            FOREACH(x, N) if :: x > 0 -> ops[x]!op, id :: else fi; END(x);
+            op = 0; id = 0 } }
     /* A shortage: the retirement that drains is cancelled, a grow waited for, or the answer is a miss. */
     :: d_step { at[0] == AT_GRANT && (phase == READY || phase == DRAINING && !(page & retained)) ->
         entry = (phase == READY -> PUBLISH : UNRETIRE); p = page;
         mark(1, 1, entry, p);
         end_of_mark();
-        operate(0, ALLOC, id); refused = 0; at[0] = AT_MARK }
+        refused = 0; at[0] = AT_MARK }
     :: d_step { at[0] == AT_GRANT && (phase == RELEASING || phase == DRAINING && (page & retained) ||
                                       phase == IDLE && (refused || held == PAGES)) ->
         mark(1, 0, NONE, 0);
-        operate(0, NONE, id); refused = 0; at[0] = AT_MARK }
+        refused = 0; at[0] = AT_MARK }
     od
 }
 
@@ -219,7 +222,7 @@ end: do
 #endif
 
 inline take_mark(r) {
-    marks[r]?at_op, hit, index, entries, entry, p, g, e;
+    marks[r]?at_op, hit, index, entries, entry, p, g, e, want;
     if
     :: !FENCED(e) ->
         REQUIRE(S12, index == applied[r]);
@@ -231,10 +234,10 @@ inline take_mark(r) {
     fi
 }
 
-#define FORGET at_op = 0; hit = 0; index = 0; entries = 0; entry = 0; p = 0; g = 0; e = 0
+#define FORGET at_op = 0; hit = 0; index = 0; entries = 0; entry = 0; p = 0; g = 0; e = 0; want = 0; id = 0
 
 proctype Follower(byte r) {
-    byte index, entries, p, g, e, id;
+    byte index, entries, p, g, e, want, id;
     bit at_op, hit;
     mtype entry, op;
 end: do
@@ -247,19 +250,18 @@ end: do
     :: d_step { at[r] == AT_MARK && empty(marks[r]) -> at[r] = AT_OP }
 #endif
     :: d_step { at[r] == AT_OP && nempty(ops[r]) ->
-        ops[r]?op;
+        ops[r]?op, want;
         if
-        :: op == ALLOC && AVAILABLE(r) == 0 -> at[r] = AT_GRANT
-        :: op == NONE -> at[r] = AT_MARK
-        :: else -> operate(r, op, id); at[r] = AT_MARK
+        :: op == ALLOC && AVAILABLE(r) == 0 -> REQUIRE(S5, want == IN_MARK); at[r] = AT_GRANT
+        :: else -> operate(r, op, id); REQUIRE(S5, id == want); at[r] = AT_MARK
         fi;
-        op = 0 }
+        op = 0; want = 0; id = 0 }
     :: d_step { at[r] == AT_GRANT && nempty(marks[r]) ->
         take_mark(r);
         REQUIRE(S5, at_op);     /* the verdict of this operation, not the mark of a later step */
         if
-        :: hit -> REQUIRE(S5, AVAILABLE(r) != 0); operate(r, ALLOC, id)
-        :: else -> operate(r, NONE, id)
+        :: hit -> operate(r, ALLOC, id); REQUIRE(S5, id && id == want)
+        :: else
         fi;
         at[r] = AT_MARK;
         FORGET }

@@ -7,7 +7,9 @@ from random import Random
 
 from kvcached_dist import agent as agent_module
 from kvcached_dist.coord.core.entries import Publish
-from kvcached_dist.coord.core.leader import Leader, Peer
+from kvcached_dist.coord.core import reclaim
+from kvcached_dist.coord.core.leader import Leader
+from kvcached_dist.coord.core.ledger import Peer
 from kvcached_dist.coord.core.replica import Replica
 from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run, Tick
 
@@ -47,6 +49,7 @@ class Report:
         calm: it came through the liveness phase.
         verdicts: transactions of the leader by verdict.
         misses: allocations that missed.
+        limits: answers to orders of a limit, by status.
     """
 
     events: int = 0
@@ -58,6 +61,7 @@ class Report:
     calm: bool = False
     verdicts: dict[str, int] = field(default_factory=dict)
     misses: int = 0
+    limits: dict[str, int] = field(default_factory=dict)
 
 
 class Cluster:
@@ -82,6 +86,7 @@ class Cluster:
         self._pending: list[Fault] = []
         self._phase = ""
         self._rested = -1
+        self._revision = 1
         self._build()
 
     # ------------------------------------------------------------------ construction
@@ -160,6 +165,7 @@ class Cluster:
         Raises:
             Violation: a rule does not hold.
         """
+        reclaim.SORT_INTERVAL_STEPS = self.plan.sort_interval
         self._start()
         while not self._over():
             if self.loop.events > EVENTS_MAX:
@@ -221,7 +227,8 @@ class Cluster:
 
     def _check_calm(self) -> None:
         """After the liveness phase: everything was had and everything came back."""
-        for host in self.hosts:
+        limited = any(host.memory.limit for host in self.hosts)
+        for host in () if limited else self.hosts:
             self.oracle.require(not host.workload.calm_misses, "L5", f"rank {host.rank}: {host.workload.calm_misses}")
         self.oracle.at_rest([peer.handles for peer in self.leader.peers])
         held = {run for run, (state, _) in self.oracle.runs.items() if state.value != "quarantined"}
@@ -307,6 +314,7 @@ class Cluster:
         self.faulty = False
         self._pending.clear()
         self.leader.policy = replace(self.leader.policy, reserved_pages_min=0, reserved_pages_max=0)
+        self.change_limit(0)
         for host in self.hosts:
             host.drops.armed.clear()
             host.drops.states = 0
@@ -315,6 +323,15 @@ class Cluster:
                 armed.clear()
             host.memory.card.hog = 0
             host.memory.card.capacity = 1 << 40
+
+    def change_limit(self, limit_bytes: int) -> None:
+        """A controller orders another limit, with the next revision."""
+        leader = self.leader
+        with self.hosts[0].agent.entered():
+            answer = leader.limits.request(limit_bytes, self._revision)
+        self.loop.note(0, "limit", answer, answer.revision)
+        self.report.limits[answer.status.value] = self.report.limits.get(answer.status.value, 0) + 1
+        self._revision += 1
 
     def evictions(self, op: Step) -> int:
         """Tokens that the leader's engine evicts at this step."""

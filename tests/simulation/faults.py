@@ -141,6 +141,10 @@ def chatter(cluster: Cluster) -> None:
     for kind, probability in plan.chatter.items():
         if probability and plan.random.random() < probability:
             host = plan.random.choice(cluster.hosts)
+            if kind == "limit":
+                pages = sum(plan.shape.pages)
+                cluster.change_limit(plan.random.choice((0, pages * 40, pages * 120, pages * 300)))
+                continue
             amount = plan.random.randint(MS, 60 * MS)
             inject(cluster, Fault(kind, cluster.phase(), host.rank, 1, amount))
 
@@ -173,7 +177,9 @@ def old_epoch(cluster: Cluster, host: Host) -> bool:
 
 def _must_not_matter(cluster: Cluster, host: Host, source: Rank, message: Message, rule: str) -> None:
     before = fingerprint(host)
+    cluster.oracle.repeating = True
     host.agent.on_message(source, message)
+    cluster.oracle.repeating = False
     after = fingerprint(host)
     failure = host.agent.failure
     detail = f"{message} from rank {source} changed rank {host.rank} from {before} to {after} ({failure})"

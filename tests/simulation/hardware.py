@@ -74,6 +74,7 @@ class RankMemory:
 
     Attributes:
         held: handles per pool.
+        bytes: bytes held.
         mapped: mask of wholly mapped pages, per domain.
     """
 
@@ -86,6 +87,9 @@ class RankMemory:
         self.held = [0] * len(pools)
         self.mapped = [0] * (1 + max(pool.domain for pool in pools))
         self.filled: set[Run] = set()
+        self.bytes = 0
+        self.limit = 0
+        """Most bytes that may be held (0: no limit)."""
         self._before_unmap = before_unmap
         self._mapped_runs: set[Run] = set()
         self._extents: dict[Extent, _Held] = {}
@@ -157,6 +161,8 @@ class RankMemory:
         required = sum(self._bytes(extent) for extent in missing)
         if fail is None and required > self.card.free - self.card.reserve:
             return Cause(CauseKind.EXHAUSTED, Rank(self.rank), "device memory", required, self.card.free)
+        if fail is None and required and self.limit and required + self.bytes > self.limit:
+            return Cause(CauseKind.LIMIT, Rank(self.rank), "limit", required, self.card.free)
         created: list[Extent] = []
         for number, extent in enumerate(missing):
             if fail is not None and (number >= at or number + 1 == len(missing)):
@@ -166,6 +172,7 @@ class RankMemory:
             size = self._bytes(extent)
             self._extents[extent] = _Held(size, txn)
             self.card.used += size
+            self.bytes += size
             self.held[extent[0]] += 1
             created.append(extent)
         if fail is not None:
@@ -240,6 +247,7 @@ class RankMemory:
     def _drop(self, extent: Extent) -> None:
         held = self._extents.pop(extent)
         self.card.used -= held.bytes
+        self.bytes -= held.bytes
         self.held[extent[0]] -= 1
 
     def _lose(self, run: Run) -> None:

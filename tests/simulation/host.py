@@ -195,7 +195,17 @@ class Host:
 
     def budget_bytes(self) -> int:
         """Bytes this rank could still create."""
-        return max(0, self.memory.card.free - self.memory.card.reserve)
+        memory = self.memory
+        budget = memory.card.free - memory.card.reserve
+        return max(0, min(budget, memory.limit - memory.bytes) if memory.limit else budget)
+
+    def held_bytes(self) -> int:
+        """Bytes held now."""
+        return self.memory.bytes
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """A logged limit takes effect here."""
+        self.memory.limit = limit_bytes
 
     # ------------------------------------------------------------------ events
 
@@ -292,7 +302,9 @@ class Host:
             self.cluster.struck("no_memory", self.rank)
         card = self.memory.card
         if work.kind is WorkKind.RESERVE and self._outcome is None and self.memory.created_by(work.txn):
-            self.cluster.oracle.require(card.free >= card.reserve, "S14", f"rank {self.rank}: {card} after a create")
+            within = card.free >= card.reserve and self.memory.bytes <= (self.memory.limit or self.memory.bytes)
+            limit = self.memory.limit
+            self.cluster.oracle.require(within, "S14", f"rank {self.rank}: {card}, limit {limit} after a create")
 
     def _due(self, work: Work, *, slow: bool) -> Fault | None:
         """The fault that strikes this work, if one is armed; a driver can only fail where it has something to do."""

@@ -90,6 +90,8 @@ class Oracle:
         self.log: list[Entry] = []
         self.ops: list[tuple[object, ...]] = []
         self.checks: dict[str, int] = {}
+        self.repeating = False
+        """A message is delivered once more: its answer says what was, not what is."""
         self._newest = 0
 
     def add_rank(self, memory: RankMemory) -> None:
@@ -134,6 +136,7 @@ class Oracle:
             told = {rank for name, rank in before.sent if name == "Abort"}
             self.require(asked == told, "S7", f"txn {self._newest}: asked {asked}, ABORT went to {told}")
         self._newest = txn
+        self._forget_released()
         known = [self.runs.get(run) for run in runs]
         adopted = all(state is not None for state in known)
         for run, state in zip(runs, known, strict=True):
@@ -149,6 +152,20 @@ class Oracle:
         for run in runs:
             self.runs[run] = (Page.OPEN, txn)
         self.txns[txn] = TxnView(runs, grow=True, adopted=adopted)
+
+    def _forget_released(self) -> None:
+        """Runs that every rank has released are absent, whether that is logged yet or not."""
+        for run, (state, txn) in list(self.runs.items()):
+            view = self.txns[txn]
+            if state is not Page.RETIRING or view.verdict not in ("", "reclaimed"):
+                continue
+            released = all(
+                ("Released", rank) in view.answered and not other.memory.holds_any(run)
+                for rank, other in self.living()
+            )
+            if released:
+                view.verdict = "reclaimed"
+                del self.runs[run]
 
     def _is_retained(self, view: TxnView) -> bool:
         """Whether a batch was never published, is mapped somewhere, and every rank has said how far it came (M7)."""
@@ -200,10 +217,10 @@ class Oracle:
         view.answered.add((type(message).__name__, rank))
         this = self.ranks[rank]
         match message:
-            case m.Drained():
+            case m.Drained() if not self.repeating:
                 behind = this.finished >= this.retired_at.get(message.txn, 1 << 60)
                 self.require(behind, "S4", f"rank {rank} says DRAINED of txn {message.txn} with batches before it")
-            case m.Mapped() | m.Restored():
+            case m.Mapped() | m.Restored() if not self.repeating:
                 bare = [run for run in view.runs if not this.memory.is_mapped(run)]
                 self.require(not bare, "S2", f"rank {rank} says {type(message).__name__}, but has not mapped {bare}")
             case m.Refused():
@@ -241,12 +258,8 @@ class Oracle:
                     self.runs[run] = (Page.OPEN, txn) if view.retained else (Page.PUBLISHED, txn)
             case Reclaimed(txn=txn):
                 view = self.txns[txn]
-                self._verdict(txn, view, "reclaimed")
-                for rank, other in self.living():
-                    kept = [run for run in view.runs if other.memory.holds_any(run)]
-                    self.require(not kept, "S10", f"RECLAIMED txn {txn}, but rank {rank} holds {kept}")
-                for run in view.runs:
-                    del self.runs[run]
+                self._forget_released()
+                self.require(view.verdict == "reclaimed", "S10", f"RECLAIMED txn {txn}, not released by every rank")
             case Quarantine(runs=runs):
                 for run in runs:
                     self.require(run in self.runs, "S6", f"QUARANTINE of {run}, which nobody holds")
@@ -293,10 +306,14 @@ class Oracle:
         view.verdict = verdict
 
     def _growable_pages(self, domain: int) -> int:
-        """Pages that could still be had: absent ones, and those of the open grow until it is published (M6)."""
+        """Pages that could still be had: absent ones, those of the open grow until it is published (M6), and
+        retained ones, which the identical retry may adopt.
+        """
+        self._forget_released()
         pages = self.pages[domain]
         for run, (state, owner) in self.runs.items():
-            if run.domain == domain and not (state is Page.OPEN and not self._is_retained(self.txns[owner])):
+            reachable = state is Page.OPEN or (state is Page.RETIRING and self._is_retained(self.txns[owner]))
+            if run.domain == domain and not reachable:
                 pages -= run.count
         return pages
 
@@ -371,6 +388,7 @@ class Oracle:
 
     def at_rest(self, counted: Sequence[tuple[int, ...]]) -> None:
         """Nothing is open or queued. ``counted`` is the leader's count of handles per rank and pool."""
+        self._forget_released()
         held_runs = list(self.runs)
         for rank, view in self.living():
             expected = view.memory.counted(held_runs)

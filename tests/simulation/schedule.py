@@ -143,6 +143,7 @@ class Plan:
     shared_cards: bool = False
     card_pages: float = 1.5
     evict: float = 0.0
+    sort_interval: int = 256
     clock_offset: int = 0
     faults: list[Fault] = field(default_factory=list)
     chatter: dict[str, float] = field(default_factory=dict)
@@ -249,11 +250,12 @@ def draw(seed: int) -> Plan:
         shared_cards=random.random() < 0.25,
         card_pages=random.choice((0.4, 0.8, 1.5)),
         evict=random.choice((0.0, 0.0, 0.1)),
+        sort_interval=random.choice((2, 8, 256)),
         clock_offset=random.choice((0, -2 * SECOND, 1 << 40)),
         random=random,
     )
     plan.faults = _draw_faults(plan, random)
-    for kind in ("duplicate", "old_epoch", "clog"):
+    for kind in ("duplicate", "old_epoch", "clog", "limit"):
         plan.chatter[kind] = random.choice((0.0, 0.0, 0.02, 0.1))
     return plan
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvcached_dist.config import Config
 from tests import guards
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -58,20 +59,19 @@ def test_a_child_that_has_ended_is_no_left_over() -> None:
     assert guards.left_over_processes(before) == []
 
 
-def test_a_shared_memory_file_is_found_and_removed() -> None:
-    before = guards.shared_memory_files()
-    path = guards.SHARED_MEMORY / "kvcached_dist.test_guards"
-    path.write_bytes(b"left")
-    assert guards.left_over_files(before) == [f"shared memory {path}"]
-    assert not path.exists()
+def test_a_new_file_is_found_and_removed_and_an_old_one_is_not_touched(tmp_path: Path) -> None:
+    old, new = tmp_path / "kvcached_dist.old.0", tmp_path / "kvcached_dist.new.0"
+    old.touch()
+    before = set(tmp_path.iterdir())
+    new.touch()
+    assert guards.left_over_files(tmp_path, before) == [f"shared memory {new}"]
+    assert set(tmp_path.iterdir()) == {old}
 
 
-def test_a_file_that_was_there_before_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "SHARED_MEMORY", tmp_path)
-    path = tmp_path / "kvcached_dist.other"
-    path.touch()
-    assert guards.left_over_files(guards.shared_memory_files()) == []
-    assert path.exists()
+def test_engines_of_tests_publish_where_the_guard_looks() -> None:
+    folder = Path(Config.from_env().state_dir)
+    assert folder.name.startswith("kvcached_dist-tests-")
+    assert folder.is_dir()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])

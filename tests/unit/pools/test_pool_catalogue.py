@@ -86,7 +86,6 @@ def test_native_shapes_of_compressed_attention(draft_layers: int, online: bool) 
     """R31: shapes and strides of every buffer, from the engine's constructor arithmetic."""
     page, window, requests = 256, 128, 9
     full_tokens, swa_tokens = 12 * page, 5 * page
-    slots = requests + 1
     c4_ring, c128_ring = (16, 256) if draft_layers else (8, 128)
     plan = catalogue.get(
         "deepseek-v4-flash", draft_layers=draft_layers, draft_tokens=4, online_c128=online, max_requests=requests

@@ -1,0 +1,86 @@
+"""What the leader gives back: runs that are entirely free, at idle, above the watermark and under a lowered limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .entries import Entry, Sort
+from .pages import PageState
+from .policy import may_retire
+from .types import DomainId, Run, Tick
+
+if TYPE_CHECKING:
+    from .leader import Leader
+
+RUNS_PER_RECLAIM_MAX = 64
+"""Runs of one reclaim; bounds frames and the work of one agent turn."""
+
+SORT_INTERVAL_STEPS = 256
+"""Steps between two SORT entries of a domain: reordering is cheap, but not free on a device."""
+
+
+class Reclaim:
+    """Picks runs to retire, in the very call that broadcasts them (rule M5)."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._steps = 0
+        self._sorted_at = [0] * len(leader.tables)
+        self._not_before = Tick(0)
+
+    def pick(self) -> list[Entry]:
+        """RETIRE of runs that are entirely free at this very point, SORT where only their scatter is in the way."""
+        leader = self._leader
+        self._steps += 1
+        if leader.txn is not None or not leader.active or leader.quiescent() or self.paused():
+            return []
+        idle = leader.demand.idle
+        if idle and leader.retained:
+            return [leader.open_reclaim(leader.retained[0].runs, retained=True)]
+        pressed = idle or leader.limits.overage_bytes() > 0
+        if not pressed and self._steps % leader.policy.reclaim_interval_steps:
+            return []
+        runs, scattered = self._free_runs(pressed)
+        if runs:
+            leader.demand.relaxed(runs)
+            return [leader.open_reclaim(tuple(runs), retained=False)]
+        return [] if pressed and idle else self._sort(scattered)
+
+    def failed(self) -> None:
+        """An unmap failed and was restored: do not try again at once."""
+        self._not_before = Tick(self._leader.now + self._leader.policy.backoff_max)
+
+    def paused(self) -> bool:
+        """Whether a failed unmap is too recent to try again."""
+        return self._leader.now < self._not_before
+
+    def _free_runs(self, pressed: bool) -> tuple[list[Run], list[DomainId]]:
+        """Runs that may go, high ones first, and domains with much free memory but no free run."""
+        leader = self._leader
+        chosen: list[Run] = []
+        scattered: list[DomainId] = []
+        for table in leader.tables:
+            domain = table.domain
+            low = leader.demand.low_pages(domain)
+            high = max(leader.policy.reserved_pages_max, low)
+            free = leader.demand.free_pages(domain, due=False)
+            before = len(chosen)
+            free_list = leader.replica.free_lists[domain]
+            for run in reversed(table.runs(PageState.PUBLISHED)):
+                if len(chosen) >= RUNS_PER_RECLAIM_MAX or not may_retire(free, 1, low, high, idle=pressed):
+                    break
+                fits = run.first > 0 and may_retire(free, run.count, low, high, idle=pressed)
+                if fits and free_list.run_is_free(run.first, run.count):
+                    chosen.append(run)
+                    free -= run.count
+            if len(chosen) == before and free >= 2 * max(high, 1):
+                scattered.append(domain)
+        return chosen, scattered
+
+    def _sort(self, domains: list[DomainId]) -> list[Entry]:
+        entries: list[Entry] = []
+        for domain in domains:
+            if self._steps - self._sorted_at[domain] >= SORT_INTERVAL_STEPS:
+                self._sorted_at[domain] = self._steps
+                entries.append(Sort(domain))
+        return entries
