@@ -112,6 +112,10 @@ class Device:
         """Names the physical card: the PCI bus id, or what the host device was given."""
 
     @property
+    def private(self) -> bool:
+        """Whether no other device object, in any process, can use this card's memory."""
+
+    @property
     def faults(self) -> FaultHook:
         """The fault hook of this device."""
 

@@ -118,6 +118,7 @@ class Agent:
         links: to every follower on rank 0, to the leader elsewhere; empty for a world of one.
         worker: performs driver work.
         timing: beat and lease.
+        describe: names a rank in words, for errors.
         faults: injected faults, tests only.
         make_fence: records a fence behind launched work; ``None``: work is synchronous.
         on_beat: called about once per beat in the clock thread, for snapshots.
@@ -135,6 +136,7 @@ class Agent:
         links: Mapping[Rank, Link],
         worker: Worker,
         timing: Timing,
+        describe: Callable[[int], str],
         faults: Faults | None = None,
         make_fence: Callable[[], Fence] | None = None,
         on_beat: Callable[[], None] | None = None,
@@ -152,6 +154,7 @@ class Agent:
         self.changed = threading.Condition(threading.Lock())
         self._links = dict(links)
         self._worker = worker
+        self._describe = describe
         self._faults = faults
         self._make_fence = make_fence
         self._on_beat = on_beat
@@ -167,8 +170,8 @@ class Agent:
         self._closing = threading.Event()
         self._left: set[Rank] = set()
         self._threads = [
-            threading.Thread(target=self._worker_loop, name=f"kvcached-worker-{rank}", daemon=True),
-            threading.Thread(target=self._clock_loop, name=f"kvcached-clock-{rank}", daemon=True),
+            threading.Thread(target=self._run, args=(loop,), name=f"kvcached-{name}-{rank}", daemon=True)
+            for name, loop in (("worker", self._worker_loop), ("clock", self._clock_loop))
         ]
 
     # ------------------------------------------------------------------ life
@@ -234,7 +237,7 @@ class Agent:
         failure = self._failure
         if failure is not None:
             # A new object each time: raising the same one again and again would grow its traceback.
-            raise GroupFailed(failure.cause, failure.phase)
+            raise GroupFailed(failure.cause, failure.phase, failure.who)
         if self._lost is not None:
             raise RankLost(self._lost)
 
@@ -456,7 +459,7 @@ class Agent:
     def _set_failure(self, cause: Cause, phase: str) -> None:
         if self._failure is not None:
             return
-        self._failure = GroupFailed(cause, phase)
+        self._failure = GroupFailed(cause, phase, self._describe(cause.rank))
         _log.error("event=group_failed rank=%d epoch=%d phase=%r cause=%s", self.rank, self.epoch, phase, cause)
         for line in list(self.events)[-20:]:
             _log.error("event ring rank=%d %s", self.rank, line)
@@ -472,6 +475,16 @@ class Agent:
         return f"txn {newest} {self.participant.phase(newest).name.lower()}" if newest else "no transaction"
 
     # ------------------------------------------------------------------ threads
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        """Run a thread of this agent. Whatever ends it ends the coordinator: nothing may stop without a word."""
+        try:
+            loop()
+        except Exception as error:
+            _log.exception("event=thread_ended rank=%d thread=%s", self.rank, threading.current_thread().name)
+            with self.changed:
+                self._fail_here(InvariantViolation("L1", f"a thread of the agent ended: {error!r}"))
+                self.changed.notify_all()
 
     def _worker_loop(self) -> None:
         while not self._closing.is_set():

@@ -16,7 +16,7 @@ from .agent import Agent
 from .coord.core.errors import ConfigError, GroupFailed, LinkDown, WaitTimeout
 from .coord.core.messages import Beat, Fail, Hello, Message, Snapshot
 from .coord.core.types import Cause, CauseKind, Epoch, Rank, Txn
-from .coord.links.bounded import Store, bounded_store_call, poll
+from .coord.links.bounded import Poll, Store, StoreConnections
 from .coord.links.gloo import GlooLink
 from .coord.links.link import Link, OnDown, OnMessage
 from .coord.links.store import EpochRegister
@@ -151,12 +151,19 @@ class Inbox:
 
 
 def open_links(
-    store: Store, session: int, epoch: Epoch, world: World, inbox: Inbox, *, lease_s: float, timeout_s: float
+    connections: StoreConnections,
+    session: int,
+    epoch: Epoch,
+    world: World,
+    inbox: Inbox,
+    *,
+    lease_s: float,
+    timeout_s: float,
 ) -> None:
     """Connect this rank: the leader to every follower, a follower to the leader. Collective.
 
     Args:
-        store: bootstrap store.
+        connections: to the bootstrap store.
         session: id of the run.
         epoch: epoch of the links.
         world: which rank this is.
@@ -173,7 +180,7 @@ def open_links(
 
     def connect(follower: Rank) -> None:
         link = GlooLink.open(
-            store,
+            connections,
             session=session,
             epoch=epoch,
             rank=Rank(world.rank),
@@ -263,7 +270,9 @@ def introduce(
     return snapshot, others
 
 
-def await_seat(store: Store, register: EpochRegister | None, session: int, rank: Rank, timeout_s: float) -> Epoch:
+def await_seat(
+    connections: StoreConnections, register: EpochRegister, session: int, rank: Rank, timeout_s: float
+) -> Epoch:
     """Wait for an epoch in which no process has been this rank yet, and take the seat.
 
     A survivor waits for the epoch after its own; a restarted rank does so too, without knowing which one its
@@ -275,20 +284,19 @@ def await_seat(store: Store, register: EpochRegister | None, session: int, rank:
 
     Blocks: at most ``timeout_s`` and one bounded store call.
     """
-    assert register is not None
-    again = poll(time.monotonic() + timeout_s)
+    poll = Poll(time.monotonic() + timeout_s)
     refused = Epoch(0)
     while True:
         value = register.read()
         if value is not None and value.epoch > refused:
-            if _claim(store, session, value.epoch, rank, timeout_s):
+            if _claim(connections, session, value.epoch, rank, timeout_s):
                 return value.epoch
             refused = value.epoch
-        if not again():
+        if not poll.again():
             raise WaitTimeout("rank 0", f"an epoch after {refused} with a seat for rank {rank}", timeout_s)
 
 
-def _claim(store: Store, session: int, epoch: Epoch, rank: Rank, timeout_s: float) -> bool:
+def _claim(connections: StoreConnections, session: int, epoch: Epoch, rank: Rank, timeout_s: float) -> bool:
     key = f"kvcached_dist/{session:016x}/seat/{epoch}/{rank}"
     mine = f"pid{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -296,4 +304,4 @@ def _claim(store: Store, session: int, epoch: Epoch, rank: Rank, timeout_s: floa
         # Only a reply equal to the desired value is success (see the contract tests of compare_set).
         return connection.compare_set(key, "", mine) == mine.encode("ascii")
 
-    return bounded_store_call(store, claim, timeout_s, what=f"give rank {rank} its seat of epoch {epoch} (key {key})")
+    return connections.call(claim, timeout_s, what=f"give rank {rank} its seat of epoch {epoch} (key {key})")

@@ -214,6 +214,8 @@ class Coordinator:
         finally:
             self.backing.close()
             self.physical.close()
+            if self._parts.connections is not None:
+                self._parts.connections.close()
             if self._writer is not None:
                 self._writer.close()
 
@@ -379,6 +381,17 @@ class Coordinator:
         if self._leader is not None:
             with self._agent.entered():
                 self._leader.evict(tokens)
+
+    def register_runtime_pool(self, name: str, size_bytes: int) -> None:
+        """Account for a pool on this rank's device that the engine's runtime keeps itself.
+
+        Its bytes are subtracted from what elastic pools may use. Taking a pool over clears its entry.
+
+        Args:
+            name: name of the pool; registering it again replaces the entry.
+            size_bytes: exact size; 0 clears the entry.
+        """
+        self.physical.register_runtime_pool(name, size_bytes)
 
     def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
         """Set the physical limit of every rank. On rank 0 only; in force on all ranks from the next step on.

@@ -185,9 +185,15 @@ class _Parser:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All faults of a run, for all ranks."""
+    """All faults of a run, for all ranks.
+
+    Attributes:
+        specs: the faults, armed when a coordinator has started.
+        open: more faults may follow while it runs (:meth:`Injector.rearm`); without faults it may be left out.
+    """
 
     specs: tuple[FaultSpec, ...] = ()
+    open: bool = False
 
     @classmethod
     def parse(cls, texts: Iterable[str], world_size: int | None = None) -> FaultPlan:

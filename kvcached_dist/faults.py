@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,18 +69,19 @@ class Injector:
         self.rank = rank
         self.step = 0
         self._specs = plan.for_rank(rank) if plan else ()
+        self._open = plan is not None and plan.open
         self._points: dict[str, _Counted] = {}
         self._messages: dict[str, _Counted] = {}
         self._hook: FaultHook | None = None
         self._driver_specs: list[FaultSpec] = []
         self._driver_hits: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._journal = Journal(journal) if self._specs and journal else None
+        self._journal = Journal(journal) if self.active and journal else None
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to inject on this rank."""
-        return bool(self._specs)
+        """Whether there is anything to inject on this rank, or may be later."""
+        return bool(self._specs) or self._open
 
     def arm(self, hook: FaultHook | None) -> None:
         """Switches the faults on; occurrences count from here.
@@ -102,6 +104,26 @@ class Injector:
         self._driver_hits = dict(hook.hits()) if hook is not None else {}
         with self._lock:
             self._points, self._messages = points, dropped
+
+    def rearm(self, specs: Iterable[FaultSpec], hook: FaultHook | None) -> None:
+        """Replaces the faults of this rank by others; occurrences count from here. With none, all is switched off.
+
+        Args:
+            specs: the faults from now on; those of other ranks are left out.
+            hook: fault hook of this rank's device.
+
+        Raises:
+            RuntimeError: the plan that this injector was made from is not open.
+        """
+        if not self._open:
+            raise RuntimeError(f"rank {self.rank}: faults can be changed only under FaultPlan(open=True)")
+        self.collect()
+        with self._lock:
+            self._points, self._messages, self._driver_specs = {}, {}, []
+        if hook is not None:
+            hook.clear()
+        self._specs = tuple(spec for spec in specs if spec.rank == self.rank)
+        self.arm(hook)
 
     def _arm_driver(self, hook: FaultHook, spec: FaultSpec) -> None:
         self._driver_specs.append(spec)

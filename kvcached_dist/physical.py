@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from .admission import AdmissionTurn
@@ -48,6 +49,8 @@ class PhysicalWorker:
         self.backing = backing
         self._limits = (limit_bytes, 0)
         self.memory_queries = 0
+        self._runtime_pools: dict[str, int] = {}
+        self._runtime_lock = threading.Lock()
         self._turn = turn
         self._reserve_bytes = int((1.0 - utilization) * device.total_bytes())
         self._turn_deadline_s = turn_deadline_s
@@ -96,14 +99,35 @@ class PhysicalWorker:
         """Physical handles held now, per pool of the world's list."""
         return tuple(self.backing.held())
 
+    def register_runtime_pool(self, name: str, size_bytes: int) -> None:
+        """Account for a pool that the engine's runtime keeps itself; 0 clears the entry (it was taken over)."""
+        with self._runtime_lock:
+            if size_bytes:
+                self._runtime_pools[name] = size_bytes
+            else:
+                self._runtime_pools.pop(name, None)
+
+    def runtime_pools(self) -> dict[str, int]:
+        """Bytes of every pool that the engine's runtime keeps itself, by name."""
+        with self._runtime_lock:
+            return dict(self._runtime_pools)
+
+    def elastic_bytes(self) -> int:
+        """Bytes that elastic pools may use on this device at most: all of it, less the reserve and runtime pools."""
+        return self.device.total_bytes() - self._reserve_bytes - sum(self.runtime_pools().values())
+
     def free_bytes(self) -> int:
-        """Free memory of the device. One driver query."""
+        """Free memory of the device. One driver query; a device that cannot say counts as full."""
         self.memory_queries += 1
-        return self.device.free_bytes()
+        try:
+            return self.device.free_bytes()
+        except RuntimeError as error:
+            _log.warning("event=memory_query_failed rank=%d error=%s", self.rank, error)
+            return 0
 
     def budget_bytes(self) -> int:
-        """Bytes this rank could still create above the reserve and below its limit."""
-        budget = self.free_bytes() - self._reserve_bytes
+        """Bytes this rank could still create above the reserve, beside runtime pools and below its limit."""
+        budget = min(self.free_bytes() - self._reserve_bytes, self.elastic_bytes() - self.held_bytes())
         if self.limit_bytes:
             budget = min(budget, self.limit_bytes - self.held_bytes())
         return max(0, budget)
@@ -149,6 +173,10 @@ class PhysicalWorker:
                 return Cause(CauseKind.LIMIT, self.rank, detail, required, free, self._reserve_bytes)
         if required > free - self._reserve_bytes:
             return Cause(CauseKind.EXHAUSTED, self.rank, "device memory", required, free, self._reserve_bytes)
+        elastic = self.elastic_bytes() - self.held_bytes()
+        if required > elastic:
+            detail = f"pools of the engine's runtime leave {elastic} bytes for elastic pools"
+            return Cause(CauseKind.EXHAUSTED, self.rank, detail, required, free, self._reserve_bytes)
         return None
 
     def _cause(self, outcome: Outcome) -> Cause | None:

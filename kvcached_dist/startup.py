@@ -29,6 +29,7 @@ from .coord.core.policy import Policy
 from .coord.core.replica import FreeList, Replica
 from .coord.core.transaction import Verdict
 from .coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
+from .coord.links.bounded import StoreConnections
 from .coord.links.store import EpochRegister, EpochValue, agree_session
 from .faults import Injector
 from .physical import PhysicalWorker
@@ -74,6 +75,7 @@ class Parts:
     fence: Callable[[], Fence] | None
     store: Store | None
     name: str
+    connections: StoreConnections | None = None
     session: int = 0
     register: EpochRegister | None = None
     epoch_value: EpochValue | None = None
@@ -170,14 +172,15 @@ def assemble(
 
 def _agree_on_session(parts: Parts, store: Store, session: str) -> None:
     config = parts.config
-    parts.session = agree_session(store, session, parts.rank == LEADER, config.start_timeout_s)
+    parts.connections = StoreConnections(store)
+    parts.session = agree_session(parts.connections, session, parts.rank == LEADER, config.start_timeout_s)
     parts.name = config.ipc_name or f"engine-{parts.session:016x}"
-    parts.register = EpochRegister(store, parts.session, parts.rank, config.ipc_timeout_s)
+    parts.register = EpochRegister(parts.connections, parts.session, parts.rank, config.ipc_timeout_s)
 
 
 def _physical(world: World, device: Device, config: Config, backing: StageBacking) -> PhysicalWorker:
-    # A host device without a card id is this rank's own: nobody else to take turns with, nothing to leave free.
-    private = device.kind == "host" and not device.card_id
+    # A host device of its own is nobody else's: no turns to take, nothing to leave free.
+    private = device.private
     turn = None
     if not private:
         turn = AdmissionTurn(config.physical_growth_lock_dir, device.card_id, seed=config.seed + world.rank)
@@ -217,11 +220,12 @@ def connect(parts: Parts, timeout_s: float) -> None:
     if parts.rank == LEADER:
         _put_epoch_in_force(parts)
     else:
-        parts.epoch = await_seat(parts.store, parts.register, parts.session, parts.rank, timeout_s)
+        connections, register = cast(StoreConnections, parts.connections), cast(EpochRegister, parts.register)
+        parts.epoch = await_seat(connections, register, parts.session, parts.rank, timeout_s)
     parts.inbox = inbox = Inbox(parts.epoch, parts.config.beat_s)
     try:
         open_links(
-            parts.store,
+            cast(StoreConnections, parts.connections),
             parts.session,
             parts.epoch,
             parts.world,
@@ -315,6 +319,7 @@ def _agent(parts: Parts, replica: Replica) -> Agent:
         links=parts.inbox.links if parts.inbox is not None else {},
         worker=parts.physical,
         timing=Timing(parts.config.beat_s, parts.config.lease_s),
+        describe=parts.world.describe,
         faults=parts.faults if parts.faults.active else None,
         make_fence=parts.fence,
         on_beat=call_all,

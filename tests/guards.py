@@ -77,7 +77,10 @@ def child_processes() -> set[psutil.Process]:
     """Direct children, orphans that were adopted included. Zombies are dead and do not count."""
     found = set()
     # The kernel's own list, per thread, is a hundred times faster than searching all processes for their parent.
-    pids = [pid for listing in Path("/proc/self/task").glob("*/children") for pid in listing.read_text().split()]
+    pids: list[str] = []
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            pids += listing.read_text().split()
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(int(pid))

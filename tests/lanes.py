@@ -32,7 +32,7 @@ class Lane:
 
 LANES = (
     Lane("cpu", ("unit", "native", "scenarios", "simulation", "replay"), "host memory and processes of this machine"),
-    Lane("links", ("links",), "real gloo links and stores on the loopback interface"),
+    Lane("links", ("links", "coordinator"), "real gloo links and stores on the loopback interface"),
     Lane("ray", ("chaos",), "Ray actors on this machine"),
     Lane("model", ("model",), "spin"),
     Lane("sglang", ("sglang",), "SGLang: ./scripts/test --sglang", ci=False),

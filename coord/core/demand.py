@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
 from .policy import RunLength, growth_target
-from .transaction import Retained, Transaction, TxnStep
+from .transaction import QUERIES_MAX, Retained, Transaction, TxnStep
 from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Demand:
     def wait_for(self, needs: Mapping[DomainId, int]) -> Foreground:
         """An operation needs more than is free. Advances with every input of the leader until it has a verdict."""
         leader = self._leader
-        wait = leader.policy.growth_deadline + 2 * leader.policy.query_interval
+        # Longer than the last query of a grow can stay unanswered, so that its outcome comes first.
+        wait = leader.policy.growth_deadline + (QUERIES_MAX + 1) * leader.policy.query_interval
         self.foreground = Foreground(dict(needs), Tick(leader.now + wait))
         gone = [Rank(rank) for rank, peer in enumerate(leader.peers) if peer.left]
         if gone:

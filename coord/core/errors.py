@@ -112,12 +112,15 @@ class GroupFailed(KVDistError):
     Args:
         cause: the first cause, with the rank it comes from.
         phase: what the coordinator was doing.
+        who: that rank in words, with its pipeline and tensor-parallel position.
     """
 
-    def __init__(self, cause: Cause, phase: str) -> None:
-        super().__init__(f"coordinator failed during {phase}: {cause}")
+    def __init__(self, cause: Cause, phase: str, who: str = "") -> None:
+        place = f" [{who}]" if who else ""
+        super().__init__(f"coordinator failed during {phase}: {cause}{place}")
         self.cause = cause
         self.phase = phase
+        self.who = who
 
     @property
     def rank(self) -> Rank:

@@ -341,7 +341,7 @@ class Leader:
         self.first_cause = [known or cause for known in self.first_cause]
         self.note(f"event=failed phase={phase!r} cause={cause}")
         for rank in self.ranks:
-            if rank != LEADER and rank != cause.rank:
+            if rank != LEADER:
                 self._send(Rank(rank), Fail(self.epoch, cause))
         self._out.append(self.failure)
 

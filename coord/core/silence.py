@@ -25,13 +25,11 @@ from .messages import (
     UnmapFailed,
     Unmapped,
 )
-from .transaction import Pending, Transaction, TxnStep
+from .transaction import QUERIES_MAX, Pending, Transaction, TxnStep
 from .types import Cause, CauseKind, Rank, Tick, TxnPhase
 
 if TYPE_CHECKING:
     from .leader import Leader
-
-QUERIES_MAX = 2
 
 _LEADER = Rank(0)
 

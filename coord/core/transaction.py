@@ -18,6 +18,9 @@ from enum import Enum
 from .invariants import require
 from .types import Cause, Rank, Run, Tick, Txn
 
+QUERIES_MAX = 2
+"""Read-only queries about one missing answer."""
+
 
 class TxnStep(Enum):
     """Where the open transaction stands."""

@@ -42,8 +42,13 @@ class Work(Protocol):
 class Pair(Protocol):
     """The calls of a process group of two ranks that a link makes."""
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """Post a send; does not wait."""
+        ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """Post a receive; does not wait."""
+        ...
 
 
 def _device() -> Any:

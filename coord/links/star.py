@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from typing import Any
 
 from ..core.errors import KVDistError, LinkDown, WaitTimeout
 from ..core.types import Epoch, Rank
+from .bounded import StoreConnections
 from .gloo import GlooLink
 
 
 def open_star(
-    store: Any,
+    connections: StoreConnections,
     *,
     session: int,
     epoch: Epoch,
@@ -26,7 +26,7 @@ def open_star(
     Each follower calls :meth:`GlooLink.open` for its own end.
 
     Args:
-        store: bootstrap store; every link uses a connection of its own.
+        connections: to the bootstrap store.
         session: id of the run.
         epoch: epoch of the links.
         leader: world rank of the leader.
@@ -51,7 +51,7 @@ def open_star(
     def open_one(follower: Rank) -> None:
         try:
             links[follower] = GlooLink.open(
-                store,
+                connections,
                 session=session,
                 epoch=epoch,
                 rank=leader,

@@ -17,7 +17,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from ..core.errors import AmbiguousOutcome, ConfigError, GroupFailed, WaitTimeout
 from ..core.types import Cause, CauseKind, Epoch, Rank
-from .bounded import GRACE_S, Store, StoreLost, bounded_store_call, poll, run_bounded
+from .bounded import GRACE_S, Poll, Store, StoreConnections, StoreLost, run_bounded
 
 BLOB_BYTES_MAX: Final = 1 << 16
 """Largest blob of the start-up barrier."""
@@ -67,16 +67,16 @@ class StartBarrier:
     """Small blobs exchanged before links exist; finds out which rank is missing.
 
     Args:
-        store: the bootstrap store.
+        connections: to the bootstrap store.
         name: prefix of all keys, unique per incarnation (for example the session in hexadecimal).
         rank: world rank of this process.
         world: number of ranks.
 
-    Threads: any; each call has its own connection.
+    Threads: any.
     """
 
-    def __init__(self, store: Store, name: str, rank: Rank, world: int) -> None:
-        self._store = store
+    def __init__(self, connections: StoreConnections, name: str, rank: Rank, world: int) -> None:
+        self._connections = connections
         self._name = name
         self._rank = rank
         self._world = world
@@ -102,7 +102,7 @@ class StartBarrier:
             if not store.check([key]) or store.get(key) != value.encode("ascii"):
                 raise StoreLost(f"key {key} does not hold what was just written: two ranks {self._rank}?")
 
-        bounded_store_call(self._store, put, timeout_s, what=f"take key {key}")
+        self._connections.call(put, timeout_s, what=f"take key {key}")
 
     def gather(self, item: str, timeout_s: float, ranks: Collection[int] | None = None) -> dict[Rank, bytes]:
         """Wait for the blobs of all ranks at once.
@@ -127,7 +127,7 @@ class StartBarrier:
             return f"start-up blob {item!r} of rank(s) {names} (key {self._key(item, 0)[:-2]}/RANK)"
 
         def gather(store: Store) -> bool:
-            again = poll(time.monotonic() + timeout_s)
+            poll = Poll(time.monotonic() + timeout_s)
             while True:
                 for rank in wanted:
                     if rank not in found and store.check([self._key(item, rank)]):
@@ -135,10 +135,10 @@ class StartBarrier:
                 if len(found) == len(wanted):
                     return True
                 self._raise_reported(store)
-                if not again():
+                if not poll.again():
                     return False
 
-        if not bounded_store_call(self._store, gather, timeout_s + GRACE_S, what=missing):
+        if not self._connections.call(gather, timeout_s + GRACE_S, what=missing):
             names = ", ".join(str(rank) for rank in wanted if rank not in found)
             raise WaitTimeout(f"rank(s) {names}", missing(), timeout_s)
         return found
@@ -151,9 +151,7 @@ class StartBarrier:
     def report_failure(self, reason: str, timeout_s: float) -> None:
         """Tell every rank that waits here that this one cannot start. The first report stays."""
         key, value = self._key("failed", 0), _encoded(f"{self._rank} {reason}".encode()[:BLOB_BYTES_MAX])
-        bounded_store_call(
-            self._store, lambda store: store.compare_set(key, "", value), timeout_s, what=f"take key {key}"
-        )
+        self._connections.call(lambda store: store.compare_set(key, "", value), timeout_s, what=f"take key {key}")
 
     def _raise_reported(self, store: Store) -> None:
         key = self._key("failed", 0)
@@ -162,11 +160,11 @@ class StartBarrier:
             raise GroupFailed(Cause(CauseKind.CLOSED, Rank(int(rank)), reason), "start-up")
 
 
-def agree_session(store: Store, run_name: str, is_leader: bool, timeout_s: float) -> int:
+def agree_session(connections: StoreConnections, run_name: str, is_leader: bool, timeout_s: float) -> int:
     """Agree on a random 64-bit id of this run, which stamps every frame.
 
     Args:
-        store: the bootstrap store.
+        connections: to the bootstrap store.
         run_name: name of this incarnation of the job, equal on all ranks; a restarted leader needs a new one.
         is_leader: rank 0 chooses, the others read.
         timeout_s: deadline in seconds.
@@ -192,13 +190,13 @@ def agree_session(store: Store, run_name: str, is_leader: bool, timeout_s: float
         return session
 
     def read(store: Store) -> int:
-        again = poll(time.monotonic() + timeout_s)
+        poll = Poll(time.monotonic() + timeout_s)
         while not store.check([key]):
-            if not again():
+            if not poll.again():
                 raise WaitTimeout("rank 0", f"session id (key {key})", timeout_s)
         return int(store.get(key).decode("ascii").removeprefix("session:"), 16)
 
-    return bounded_store_call(store, choose if is_leader else read, timeout_s + GRACE_S, what=f"session id (key {key})")
+    return connections.call(choose if is_leader else read, timeout_s + GRACE_S, what=f"session id (key {key})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,16 +227,16 @@ class EpochRegister:
     """The one key that says which epoch is in force. Written by ``compare_set`` only.
 
     Args:
-        store: the bootstrap store.
+        connections: to the bootstrap store.
         session: id of the run.
         rank: world rank of this process.
         timeout_s: deadline of every call, in seconds.
 
-    Threads: any; each call has its own connection.
+    Threads: any.
     """
 
-    def __init__(self, store: Store, session: int, rank: Rank, timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, connections: StoreConnections, session: int, rank: Rank, timeout_s: float) -> None:
+        self._connections = connections
         self._rank = rank
         self._timeout_s = timeout_s
         self.key = f"kvcached_dist/{session:016x}/epoch"
@@ -255,7 +253,7 @@ class EpochRegister:
         def read(store: Store) -> EpochValue | None:
             return EpochValue.parse(store.get(self.key)) if store.check([self.key]) else None
 
-        return bounded_store_call(self._store, read, self._timeout_s, what=f"read the epoch (key {self.key})")
+        return self._connections.call(read, self._timeout_s, what=f"read the epoch (key {self.key})")
 
     def advance(self, expected: EpochValue | None, epoch: Epoch) -> EpochValue | None:
         """Try to put a new epoch in force.
@@ -290,7 +288,7 @@ class EpochRegister:
             return True
 
         try:
-            written = bounded_store_call(self._store, write, self._timeout_s, what=f"epoch {epoch} (key {self.key})")
+            written = self._connections.call(write, self._timeout_s, what=f"epoch {epoch} (key {self.key})")
         except (WaitTimeout, StoreLost) as error:
             raise AmbiguousOutcome(
                 f"rank {self._rank} cannot tell whether {desired} was written to {self.key}; read it again: {error}"

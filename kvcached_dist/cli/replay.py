@@ -27,13 +27,16 @@ _LOG_WIDTH = 120
 
 def replay(
     trace: Annotated[
-        str, typer.Option(metavar="FILE|synthetic", help="Mooncake .jsonl or Azure .csv file, or the built-in generator.")
+        str,
+        typer.Option(metavar="FILE|synthetic", help="Mooncake .jsonl or Azure .csv file, or the built-in generator."),
     ] = "synthetic",
     model: Annotated[str, typer.Option(metavar="NAME", help="Model of the catalogue.")] = "deepseek-v4-flash",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks per stage.")] = 2,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 2,
     backend: Annotated[str, typer.Option(metavar="host|cuda", help="Where the pools live.")] = "host",
-    capacity: Annotated[str, typer.Option(metavar="BYTES", help="Physical memory per rank, for example 2GiB.")] = "2GiB",
+    capacity: Annotated[
+        str, typer.Option(metavar="BYTES", help="Physical memory per rank, for example 2GiB.")
+    ] = "2GiB",
     requests: Annotated[int | None, typer.Option(help="Take only the first requests of the trace.")] = None,
     speed: Annotated[
         float | None, typer.Option(help="Virtual seconds per second of wall clock; default: as fast as possible.")
@@ -91,7 +94,8 @@ def replay(
 
 def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
     if json_file is not None and str(json_file) != "-" and not json_file.parent.is_dir():
-        raise ConfigError(f"--json {json_file}: the folder {json_file.parent} does not exist; create it or choose another")
+        folder = json_file.parent
+        raise ConfigError(f"--json {json_file}: the folder {folder} does not exist; create it or choose another")
     if plot_file is not None:
         plot.check(str(plot_file))
 

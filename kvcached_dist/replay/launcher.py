@@ -11,21 +11,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
+from ..coord.links.store import connect_store
 from ..errors import KVDistError
 from .options import ReplayOptions
 from .outcome import Failure, RankOutcome
-from .rank_main import Seat, connect_store, run_rank
+from .rank_main import Seat, run_rank
 from .report import Report
 
 LOOPBACK = "127.0.0.1"
+
+STORE_WAIT_S = 60.0
+"""Longest wait of a rank for the bootstrap store."""
 
 TERM_WAIT_S = 2.0
 """Between SIGTERM and SIGKILL."""
@@ -104,17 +105,14 @@ def run_spawned(options: ReplayOptions, on_news: OnNews | None = None) -> Report
     Raises:
         Interrupted: SIGINT or SIGTERM came; all ranks are gone by then.
 
-    Threads: the main thread, because it sets signal handlers. Blocks: for the run; after the first death or failure at most a
-    lease and a few seconds.
+    Threads: the main thread, because it sets signal handlers.
+
+    Blocks: for the run; after the first death or failure at most a lease and a few seconds.
     """
     started = time.monotonic()
     lease_s = options.config().lease_s
     ranks = _Ranks(options)
-    store = None
-    if options.world_size > 1:
-        store = dist.TCPStore(
-            LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+    store = connect_store(LOOPBACK, 0, True, options.world_size, STORE_WAIT_S) if options.world_size > 1 else None
     try:
         with _signals():
             _start(ranks, store.port if store is not None else 0)
@@ -131,14 +129,14 @@ def _start(ranks: _Ranks, port: int) -> None:
     options = ranks.options
     for rank in range(options.world_size):
         ours, theirs = context.Pipe(duplex=False)
-        seat = Seat(rank, session, LOOPBACK, port, rank)
-        process = context.Process(target=_child_main, args=(options, seat, theirs), name=f"replay-rank-{rank}")
+        seat = Seat(rank, session, local_rank=rank)
+        process = context.Process(target=_child_main, args=(options, seat, port, theirs), name=f"replay-rank-{rank}")
         process.start()
         theirs.close()
         ranks.children.append(_Child(rank, process, ours))
 
 
-def _child_main(options: ReplayOptions, seat: Seat, pipe: Connection) -> None:
+def _child_main(options: ReplayOptions, seat: Seat, port: int, pipe: Connection) -> None:
     """Entry of a rank process."""
     # A terminal sends SIGINT to everybody; the parent decides, and says so by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,7 +150,8 @@ def _child_main(options: ReplayOptions, seat: Seat, pipe: Connection) -> None:
         with sending, contextlib.suppress(OSError):
             pipe.send((kind, payload))
 
-    store = connect_store(seat, options.world_size, 60.0) if options.world_size > 1 else None
+    world = options.world_size
+    store = connect_store(LOOPBACK, port, False, world, STORE_WAIT_S) if world > 1 else None
     progress = news_of(lambda news: send("news", news)) if seat.rank == 0 else None
     status = run_rank(options, seat, store, lambda outcome: send("outcome", outcome.to_json()), progress)
     pipe.close()
@@ -268,12 +267,11 @@ def _report(ranks: _Ranks, wall_s: float) -> Report:
     options = ranks.options
     outcomes = [child.outcome for child in ranks.children if child.outcome is not None]
     deaths = [text for _, text in ranks.deaths]
-    return Report(options.tp, options.pp, outcomes, first_cause(outcomes, ranks.deaths, options.world_size), deaths, wall_s)
+    failure = first_cause(outcomes, ranks.deaths, options.world_size)
+    return Report(options.tp, options.pp, outcomes, failure, deaths, wall_s)
 
 
-def first_cause(
-    outcomes: list[RankOutcome], deaths: list[tuple[int, str]], world_size: int
-) -> Failure | None:
+def first_cause(outcomes: list[RankOutcome], deaths: list[tuple[int, str]], world_size: int) -> Failure | None:
     """The failure to show: what most deserves the operator's attention.
 
     A typed cause beats a bare death, a cause inside a rank (too small, diverged) beats the group's view of it.

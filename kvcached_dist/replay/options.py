@@ -116,7 +116,7 @@ class ReplayOptions:
         if self.seed:
             overrides["seed"] = self.seed
         overrides["host_capacity_bytes"] = self.capacity_bytes
-        return Config.from_env(preset="replay", **overrides)
+        return Config.from_env(None, preset="replay", **overrides)
 
     def model_spec(self, granule_bytes: int | None = None) -> ModelSpec:
         """The model, sized for the capacity as the native engine would size it.

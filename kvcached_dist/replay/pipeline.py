@@ -2,8 +2,8 @@
 
 Stage m+1 starts step s only when the activations of step s + ``LAG_STEPS`` are there, as on hardware that keeps
 micro-batches in flight; so later stages really are behind, by a known number of steps. The last stage sends the
-result of every step to all earlier stages, which process it ``depth`` steps later. Every message carries the checksum of the batch,
-so a stage that scheduled anything else is found in that step.
+result of every step to all earlier stages, which process it ``depth`` steps later. Every message carries the
+checksum of the batch, so a stage that scheduled anything else is found in that step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ..errors import Divergence, KVDistError
 
@@ -53,7 +54,7 @@ class Pipeline:
     Blocks: until all ranks have joined, at most ``timeout_s``.
     """
 
-    def __init__(self, rank: int, tp: int, pp: int, store: dist.Store | None, timeout_s: float) -> None:
+    def __init__(self, rank: int, tp: int, pp: int, store: Store | None, timeout_s: float) -> None:
         self.stage, self.column = divmod(rank, tp)
         self.depth = depth_of(pp)
         self._tp, self._pp = tp, pp
@@ -67,7 +68,7 @@ class Pipeline:
         if tp * pp > 1:
             self._guarded("joining the pipeline", lambda: self._join(rank, store))
 
-    def _join(self, rank: int, store: dist.Store | None) -> None:
+    def _join(self, rank: int, store: Store | None) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self._tp * self._pp, timeout=self._timeout)
         # Every rank makes every group, in the same order.
         for stage in range(self._pp):

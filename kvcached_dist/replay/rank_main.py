@@ -6,14 +6,12 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..coordinator import Coordinator
 from ..errors import CapacityError, ConfigError, Divergence, GroupFailed, InvariantViolation, KVDistError
@@ -47,15 +45,11 @@ class Seat:
     Attributes:
         rank: world rank.
         session: name of this run, equal on all ranks.
-        store_host: host of the bootstrap store.
-        store_port: its port.
         local_rank: number of the rank on its host; picks the GPU.
     """
 
     rank: int
     session: str
-    store_host: str
-    store_port: int
     local_rank: int
 
 
@@ -63,7 +57,7 @@ Report = Callable[[RankOutcome], None]
 
 
 def run_rank(
-    options: ReplayOptions, seat: Seat, store: dist.Store | None, report: Report, progress: Progress | None
+    options: ReplayOptions, seat: Seat, store: TCPStore | None, report: Report, progress: Progress | None
 ) -> int:
     """Run one rank to its end.
 
@@ -96,9 +90,7 @@ def run_rank(
         guard.leave()
 
 
-def _run(
-    options: ReplayOptions, seat: Seat, store: dist.Store | None, guard: _Guard, progress: Progress | None
-) -> int:
+def _run(options: ReplayOptions, seat: Seat, store: TCPStore | None, guard: _Guard, progress: Progress | None) -> int:
     config = options.config()
     device = _device(options, seat)
     model = options.model_spec(device.granule_bytes)
@@ -108,7 +100,7 @@ def _run(
         stage=model.stage(world.pp_rank, options.pp),
         device=device,
         config=config,
-        store=store,  # type: ignore[arg-type]
+        store=store,  # type: ignore[arg-type]  # torch's stub of clone() promises less than a store does
         session=seat.session,
         faults=FaultPlan.parse(options.faults, options.world_size),
     )
@@ -117,7 +109,7 @@ def _run(
         seat.rank,
         options.tp,
         options.pp,
-        None if store is None else dist.PrefixStore(f"replay/{seat.session}", store),
+        None if store is None else PrefixStore(f"replay/{seat.session}", store),
         # A message may legitimately wait for a growth that waits for a rank that hangs within its lease.
         timeout_s=2 * config.lease_s + config.growth_deadline_s,
     )
@@ -221,30 +213,7 @@ def _device(options: ReplayOptions, seat: Seat) -> Device:
         if not usable:
             raise ConfigError(f"--backend cuda: {reason}; use --backend host on a machine without a GPU")
         return _native.CudaDevice(seat.local_rank % max(1, torch.cuda.device_count()))
-    granule = options.config().host_granule_bytes
-    return _native.HostDevice(options.capacity_bytes, granule, card=f"replay-{seat.session}-{seat.rank}")
+    return _native.HostDevice(options.capacity_bytes, options.config().host_granule_bytes)
 
 
-def connect_store(seat: Seat, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to the bootstrap store.
-
-    Raises:
-        KVDistError: nobody answers there.
-
-    Blocks: at most ``timeout_s``.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return dist.TCPStore(
-                seat.store_host, seat.store_port, world_size=None, is_master=False,
-                timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-            )  # fmt: skip
-        except RuntimeError as error:
-            if time.monotonic() >= deadline:
-                where = f"{seat.store_host}:{seat.store_port}"
-                raise KVDistError(f"rank {seat.rank}: no bootstrap store at {where}: {error}") from error
-            time.sleep(0.1)
-
-
-__all__ = ["Seat", "connect_store", "run_rank"]
+__all__ = ["Seat", "run_rank"]

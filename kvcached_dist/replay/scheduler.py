@@ -444,9 +444,9 @@ def _too_small(sequence: Sequence, need: Mapping[str, int]) -> str:
     wants = ", ".join(f"{count} {name}" for name, count in need.items())
     return (
         f"--capacity is too small for request {request.index} alone ({request.prompt_tokens} prompt and "
-        f"{request.output_tokens} output tokens): after {sequence.computed} tokens, with {len(sequence.full)} full blocks, "
-        f"nothing else running and the prefix cache empty, no rank group could back {wants} more block(s); "
-        "give a larger --capacity"
+        f"{request.output_tokens} output tokens): after {sequence.computed} tokens, holding {len(sequence.full)} full "
+        f"blocks, nothing else running and the prefix cache empty, it needs {wants} more block(s) and some rank has no "
+        "memory for them; give a larger --capacity"
     )
 
 

@@ -1,8 +1,8 @@
 """What is in the blocks: every block that is written is stamped at both ends, in every pool and layer.
 
-A stamp comes from :mod:`.identity`; each lane (layer, buffer, bank) turns it by a constant of its own, so a block that reads
-another layer's memory, another sequence's tokens or a fresh page is found. Before the first use of a block since
-its page was published, it must read as the family's fill pattern (S13).
+A stamp comes from :mod:`.identity`; each lane (layer, buffer, bank) turns it by a constant of its own, so a block
+that reads another layer's memory, another sequence's tokens or a fresh page is found. Before the first use of a
+block since its page was published, it must read as the family's fill pattern (S13).
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
+from ..coord.links.torchrun import TorchrunWorld
 from ..errors import ConfigError
 from .launcher import OnNews, first_cause, news_of
 from .options import ReplayOptions
@@ -16,41 +17,30 @@ from .outcome import RankOutcome
 from .rank_main import Seat, run_rank
 from .report import Report
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _GATHER_GRACE_S = 6.0
 
 
-def seat_from_environment(options: ReplayOptions, environ: Mapping[str, str]) -> tuple[Seat, bool]:
+def world_from_environment(options: ReplayOptions, environment: Mapping[str, str]) -> TorchrunWorld:
     """Where this process sits.
 
     Args:
         options: of the run.
-        environ: variables that torchrun sets.
-
-    Returns:
-        The seat (its session still empty), and whether this process hosts the store.
+        environment: variables that torchrun sets.
 
     Raises:
         ConfigError: a variable is missing or unusable, or the world has another size than ``tp x pp``.
     """
-    missing = [name for name in _VARIABLES if not environ.get(name)]
-    example = f"torchrun --nproc-per-node {options.world_size} --module kvcached_dist.cli replay --launcher torchrun ..."
-    if missing:
-        raise ConfigError(f"--launcher torchrun: {missing[0]} is not set; start it with: {example}")
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not environ[name].isdigit():
-            raise ConfigError(f"{name}={environ[name]}: not a number; start it with: {example}")
-        numbers[name] = int(environ[name])
-    if numbers["WORLD_SIZE"] != options.world_size:
+    example = f"torchrun --nproc-per-node {options.world_size} -m kvcached_dist.cli replay --launcher torchrun ..."
+    try:
+        world = TorchrunWorld.from_environment(environment)
+    except ConfigError as error:
+        raise ConfigError(f"--launcher torchrun: {error}; start it with: {example}") from error
+    if world.world != options.world_size:
         raise ConfigError(
-            f"WORLD_SIZE={numbers['WORLD_SIZE']}: --tp {options.tp} --pp {options.pp} needs {options.world_size} "
-            f"processes; start it with: {example}"
+            f"WORLD_SIZE={world.world}: --tp {options.tp} --pp {options.pp} needs {options.world_size} processes; "
+            f"start it with: {example}"
         )
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise ConfigError(f"RANK={numbers['RANK']}: outside the world of {numbers['WORLD_SIZE']}; start it with: {example}")
-    hosts = numbers["RANK"] == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
-    return Seat(numbers["RANK"], "", environ["MASTER_ADDR"], numbers["MASTER_PORT"], numbers["LOCAL_RANK"]), hosts
+    return world
 
 
 def run_under_torchrun(options: ReplayOptions, on_news: OnNews | None = None) -> tuple[int, Report | None]:
@@ -64,18 +54,17 @@ def run_under_torchrun(options: ReplayOptions, on_news: OnNews | None = None) ->
         The exit status of this process, and on rank 0 the report of the whole run.
 
     Raises:
-        ConfigError: see :func:`seat_from_environment`.
+        ConfigError: see :func:`world_from_environment`.
 
     Blocks: for the run; afterwards rank 0 waits for the others' outcomes, a lease and a few seconds at most.
     """
     started = time.monotonic()
-    seat, hosts = seat_from_environment(options, os.environ)
+    world = world_from_environment(options, os.environ)
     config = options.config()
-    store = dist.TCPStore(
-        seat.store_host, seat.store_port, world_size=None, is_master=hosts, wait_for_workers=False,
-        timeout=timedelta(seconds=config.start_timeout_s),
-    )  # fmt: skip
-    seat = Seat(seat.rank, _session(store, seat.rank), seat.store_host, seat.store_port, seat.local_rank)
+    store = world.connect(config.start_timeout_s)
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    # Prefix of this incarnation: torchrun may restart its workers on the same store.
+    seat = Seat(world.rank, f"replay/{world.run_name}", int(local_rank) if local_rank.isdigit() else world.rank)
     mine: list[RankOutcome] = []
 
     def report(outcome: RankOutcome) -> None:
@@ -92,19 +81,11 @@ def run_under_torchrun(options: ReplayOptions, on_news: OnNews | None = None) ->
     return max(status, whole.exit_status), whole
 
 
-def _session(store: dist.Store, rank: int) -> str:
-    # torchrun may restart its workers on the same store: every round gets a session of its own.
-    prefix = f"replay/round/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if rank == 0:
-        store.set(prefix, f"{os.getpid()}-{time.time_ns():x}")
-    return store.get(prefix).decode()
-
-
 def _key(seat: Seat, rank: int) -> str:
     return f"replay/outcome/{seat.session}/{rank}"
 
 
-def _gather(store: dist.Store, seat: Seat, world_size: int, mine: RankOutcome, wait_s: float) -> list[RankOutcome]:
+def _gather(store: TCPStore, seat: Seat, world_size: int, mine: RankOutcome, wait_s: float) -> list[RankOutcome]:
     deadline = time.monotonic() + wait_s
     outcomes = [mine]
     for rank in range(1, world_size):
@@ -118,4 +99,4 @@ def _gather(store: dist.Store, seat: Seat, world_size: int, mine: RankOutcome, w
     return outcomes
 
 
-__all__ = ["run_under_torchrun", "seat_from_environment"]
+__all__ = ["run_under_torchrun", "world_from_environment"]

@@ -170,6 +170,14 @@ Backing::RunRecord& Backing::attach(const Run& run) {
   return runs_[run.domain].emplace(run.first, std::move(record)).first->second;
 }
 
+// A stage without layers of a family has nothing to reserve for its runs, and agrees to everything.
+bool Backing::has_bytes(const Run& run) const {
+  const auto pools = pools_of_domain_.find(run.domain);
+  return pools != pools_of_domain_.end() && std::ranges::any_of(pools->second, [&](std::size_t pool) {
+           return !pools_[pool]->geometry.ranges_of(run).empty();
+         });
+}
+
 void Backing::detach_if_idle(const Run& run) {
   RunRecord* record = find(run);
   if (record == nullptr) return;
@@ -296,7 +304,10 @@ Outcome Backing::map(const Runs& runs) {
   std::vector<std::size_t> fill_pools;  // the pool of each fill
   for (const Run& run : runs) {
     const RunRecord* record = find(run);
-    if (record == nullptr) return operation.refused(Call::kMap, "run " + to_string(run) + " is not reserved");
+    if (record == nullptr && has_bytes(run)) {
+      return operation.refused(Call::kMap, "run " + to_string(run) + " is not reserved");
+    }
+    if (record == nullptr) continue;
     for (const PoolPart& part : record->parts) {
       if (!std::ranges::all_of(part.extents.shares(), &Share::holds)) {
         return operation.refused(Call::kMap, "run " + to_string(run) + " lacks handles; reserve it again");
@@ -308,7 +319,8 @@ Outcome Backing::map(const Runs& runs) {
   }
   const auto step = [&](std::size_t pool, Share& share) { return pools_[pool]->table.map_share(share); };
   for (const Run& run : runs) {
-    if (!walk(operation, *find(run), OnRefusal::kStop, step)) return operation.finish();
+    RunRecord* record = find(run);
+    if (record != nullptr && !walk(operation, *record, OnRefusal::kStop, step)) return operation.finish();
   }
   return fill(operation, fills, fill_pools);
 }

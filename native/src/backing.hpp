@@ -105,6 +105,7 @@ class Backing {
   bool walk(Operation& operation, RunRecord& record, OnRefusal on_refusal, const Step& step);
   [[nodiscard]] std::string refusal_of(const Runs& runs) const;
   [[nodiscard]] std::string refusal_of(const Run& run) const;
+  [[nodiscard]] bool has_bytes(const Run& run) const;
   RunRecord* find(const Run& run);
   RunRecord& attach(const Run& run);
   std::vector<RunRecord*> attach_all(const Runs& runs, std::int64_t txn);

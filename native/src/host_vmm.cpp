@@ -64,6 +64,7 @@ HostDevice::HostDevice(std::uint64_t capacity_bytes, std::uint64_t granule_bytes
     if (card_file_ == nullptr) throw std::invalid_argument(error);
   }
   set_granule_bytes(granule_bytes);
+  if (card.empty() && card_file.empty()) set_private();
   if (card.empty()) card = card_file.empty() ? default_card_id() : card_file;
   set_card_id(std::move(card));
   memfd_ = ::memfd_create("kvcached_dist", MFD_CLOEXEC);

@@ -224,6 +224,7 @@ void bind_devices(nb::module_& m) {
       .def_prop_ro("kind", [](const Device& device) { return device.kind() == DeviceKind::kHost ? "host" : "cuda"; })
       .def_prop_ro("ordinal", &Device::ordinal)
       .def_prop_ro("card_id", &Device::card_id)
+      .def_prop_ro("private", &Device::is_private)
       .def_prop_ro("faults", &Device::faults, nb::rv_policy::reference_internal)
       .def(
           "total_bytes", [](Device& device) { return memory_of(device).total_bytes; },

@@ -81,6 +81,8 @@ class Device {
   [[nodiscard]] int ordinal() const { return ordinal_; }
   [[nodiscard]] std::uint64_t granule_bytes() const { return granule_bytes_; }
   [[nodiscard]] const std::string& card_id() const { return card_id_; }
+  // No other device object, in this process or another, can use the card's memory.
+  [[nodiscard]] bool is_private() const { return private_; }
   [[nodiscard]] Counters counters() const;
   // A forked child shares the memory but not the right to give it back.
   [[nodiscard]] bool in_owner_process() const;
@@ -89,6 +91,7 @@ class Device {
  protected:
   void set_granule_bytes(std::uint64_t bytes) { granule_bytes_ = bytes; }
   void set_card_id(std::string id) { card_id_ = std::move(id); }
+  void set_private() { private_ = true; }
 
  private:
   virtual Result do_reserve(std::uint64_t bytes, Address& address) = 0;
@@ -106,6 +109,7 @@ class Device {
   int owner_pid_;
   std::uint64_t granule_bytes_ = 0;
   std::string card_id_;
+  bool private_ = false;
   FaultHook faults_;
 
   std::atomic<std::uint64_t> handles_created_{0};

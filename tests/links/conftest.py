@@ -13,6 +13,7 @@ import pytest
 from kvcached_dist.coord.core.errors import LinkDown
 from kvcached_dist.coord.core.messages import Beat, Message
 from kvcached_dist.coord.core.types import Epoch, Rank
+from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.link import Link
 from kvcached_dist.coord.links.store import connect_store
@@ -26,6 +27,12 @@ _sessions = itertools.count(1)
 def store() -> Any:
     """A store whose server runs in this process."""
     return connect_store("127.0.0.1", 0, True, 2, 10.0)
+
+
+@pytest.fixture(scope="session")
+def connections(store: Any) -> StoreConnections:
+    """Connections to it."""
+    return StoreConnections(store)
 
 
 @pytest.fixture
@@ -123,14 +130,14 @@ class End:
 
 
 @pytest.fixture
-def lead(store: Any, session: int) -> Iterator[Callable[..., End]]:
+def lead(connections: StoreConnections, session: int) -> Iterator[Callable[..., End]]:
     """Opens the leader's end towards a peer."""
     ends: list[End] = []
 
     def open_end(peer: PeerProcess, *, epoch: int = 1, follower: int = 1, lease_s: float = LEASE_S, **more: Any) -> End:
         peer.open(session=session, epoch=epoch, follower=follower, lease_s=lease_s, **more)
         link = GlooLink.open(
-            store,
+            connections,
             session=session,
             epoch=Epoch(epoch),
             rank=Rank(0),

@@ -18,6 +18,7 @@ import torch
 from kvcached_dist.coord.core.errors import KVDistError, LinkDown
 from kvcached_dist.coord.core.messages import Abort, Beat, Bye, Drained, Map, Mapped, Message
 from kvcached_dist.coord.core.types import Epoch, Rank, Txn
+from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.codec import FRAME_BYTES
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.pair import connect_pair
@@ -77,10 +78,10 @@ class Follower:
             self.link.send(Drained(self.link.epoch, Txn(txn), 0))
 
 
-def open_link(store: Any, command: dict[str, Any]) -> Follower | None:
+def open_link(connections: Any, command: dict[str, Any]) -> Follower | None:
     try:
         link = GlooLink.open(
-            store,
+            connections,
             session=command["session"],
             epoch=Epoch(command["epoch"]),
             rank=Rank(command["follower"]),
@@ -104,9 +105,9 @@ def busy(seconds: float) -> None:
         sum(range(1000))
 
 
-def raw(store: Any, command: dict[str, Any]) -> None:
+def raw(connections: Any, command: dict[str, Any]) -> None:
     """A bare group that posts receives of a given size and reports how each ends."""
-    pair = connect_pair(store.clone(), command["prefix"], 1, 10.0)
+    pair = connections.call(lambda own: connect_pair(own, command["prefix"], 1, 10.0), 11.0, what="a pair")
     tensors = [torch.zeros(command["size"], dtype=torch.uint8) for _ in range(command["receives"])]
     works = [pair.recv([tensor], 0, 1) for tensor in tensors]
     report("posted")
@@ -121,16 +122,17 @@ def raw(store: Any, command: dict[str, Any]) -> None:
 
 def main() -> None:
     store: Any = None
+    connections: Any = None
     follower: Follower | None = None
     for line in sys.stdin:
         command = json.loads(line)
         match command["do"]:
             case "connect":
                 store = connect_store(command["host"], command["port"], command["serve"], 2, 10.0)
-                kept.append(store)
+                connections = StoreConnections(store)
                 report("connected", port=store.port)
             case "open":
-                follower = open_link(store, command)
+                follower = open_link(connections, command)
             case "expect":
                 assert follower is not None
                 follower.expected = command["count"]
@@ -144,7 +146,7 @@ def main() -> None:
             case "busy":
                 threading.Thread(target=busy, args=(command["seconds"],), daemon=True).start()
             case "raw":
-                threading.Thread(target=raw, args=(store, command), daemon=True).start()
+                threading.Thread(target=raw, args=(connections, command), daemon=True).start()
             case "exit":
                 report("exiting")
                 return

@@ -91,11 +91,11 @@ def test_marks_survive_alone(mark: Mark) -> None:
 def test_bytes_that_are_no_mark_are_a_value_error(cut: int) -> None:
     mark = Mark(EPOCH, PositionKind.STEP, 1, 0, (Sort(DomainId(1)),), 0, 0)
     data = mark_bytes(mark)
-    with pytest.raises(ValueError, match="mark|announced|kind"):
+    with pytest.raises(ValueError, match=r"mark|announced|kind"):
         mark_from_bytes(data[:-cut] if cut else data + b"x")
 
 
-@pytest.mark.parametrize("count", [1, 200, 212, 213, 2000])
+@pytest.mark.parametrize("count", [1, 200, 212, 213, 500])
 def test_long_messages_travel_in_parts_among_short_ones(count: int) -> None:
     sent = [Bye(EPOCH), snapshot(count), Bye(EPOCH)]
     assert travel(*sent) == sent
@@ -137,7 +137,9 @@ def test_session_and_epoch_must_fit() -> None:
         Encoder(SESSION, Epoch(-1))
 
 
-@pytest.mark.parametrize("detail", ["é" * 400, "x" * 599 + "é", "x" * 600, "🙂" * 200, "\ud800" * 700, "", "x" * 599 + "🙂"])
+@pytest.mark.parametrize(
+    "detail", ["é" * 400, "x" * 599 + "é", "x" * 600, "🙂" * 200, "\ud800" * 700, "", "x" * 599 + "🙂"]
+)
 def test_detail_is_cut_between_characters(detail: str) -> None:
     sent = Fail(EPOCH, Cause(CauseKind.DRIVER, Rank(3), detail))
     (got,) = travel(sent)

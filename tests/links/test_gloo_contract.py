@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.pair import Pair, connect_pair, poison
 from tests.links.peer import PeerProcess
 
@@ -39,7 +40,7 @@ def ended_with(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 @pytest.fixture
-def open_pair(store: Any, session: int) -> Iterator[Callable[[str], Pairs]]:
+def open_pair(connections: StoreConnections, session: int) -> Iterator[Callable[[str], Pairs]]:
     """Opens both ranks of a group in this process."""
     opened: list[Pair] = []
 
@@ -47,7 +48,8 @@ def open_pair(store: Any, session: int) -> Iterator[Callable[[str], Pairs]]:
         ranks: dict[int, Pair] = {}
 
         def one(rank: int) -> None:
-            ranks[rank] = connect_pair(store.clone(), f"contract/{session}/{name}", rank, 10.0)
+            prefix = f"contract/{session}/{name}"
+            ranks[rank] = connections.call(lambda own: connect_pair(own, prefix, rank, 10.0), 11.0, what=prefix)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
@@ -180,11 +182,13 @@ class TestOtherProcess:
     """Facts that need a peer that can be stopped or killed."""
 
     @pytest.fixture
-    def towards(self, new_peer: Callable[..., PeerProcess], store: Any, session: int) -> tuple[PeerProcess, Pair]:
+    def towards(
+        self, new_peer: Callable[..., PeerProcess], connections: StoreConnections, session: int
+    ) -> tuple[PeerProcess, Pair]:
         peer = new_peer()
         prefix = f"contract/{session}/process"
         peer.tell("raw", prefix=prefix, size=FRAME, receives=4, wait_s=20)
-        one = connect_pair(store.clone(), prefix, 0, 10.0)
+        one = connections.call(lambda own: connect_pair(own, prefix, 0, 10.0), 11.0, what=prefix)
         peer.expect("posted", 10.0)
         return peer, one
 
@@ -207,7 +211,9 @@ class TestOtherProcess:
         peer.go_on()
         assert peer.expect("raw")["ended"] == "received"
 
-    def test_message_larger_than_the_receive_ends_the_receiving_process(self, towards: tuple[PeerProcess, Pair]) -> None:
+    def test_message_larger_than_the_receive_ends_the_receiving_process(
+        self, towards: tuple[PeerProcess, Pair]
+    ) -> None:
         """Why every frame has the same size."""
         peer, one = towards
         works = [one.send(frame(0, 2 * FRAME), 1, 1)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from kvcached_dist.coord.core.errors import LinkDown, WaitTimeout
 from kvcached_dist.coord.core.messages import Abort, Drained, Map, Mapped
 from kvcached_dist.coord.core.types import Epoch, Rank, Txn
+from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.star import open_star
 from tests.links.conftest import End
@@ -69,7 +69,9 @@ def test_killed_peer_is_known_within_a_second(new_peer: NewPeer, lead: Lead) -> 
     assert len(end.downs) == 1
 
 
-def test_death_of_one_follower_leaves_the_other_link_alone(gentle_peer: PeerProcess, new_peer: NewPeer, lead: Lead) -> None:
+def test_death_of_one_follower_leaves_the_other_link_alone(
+    gentle_peer: PeerProcess, new_peer: NewPeer, lead: Lead
+) -> None:
     doomed = new_peer()
     first, second = lead(doomed, follower=1), lead(gentle_peer, follower=2)
     ask(first)
@@ -204,13 +206,13 @@ class TestLazyInitialisation:
         assert when - started < self.LIMIT_S + 1.0
 
     def test_follower_that_never_comes_is_named(
-        self, store: Any, session: int, monkeypatch: pytest.MonkeyPatch
+        self, connections: StoreConnections, session: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
         started = time.monotonic()
         with pytest.raises(WaitTimeout, match=r"rank 5.*epoch 3") as error:
             GlooLink.open(
-                store,
+                connections,
                 session=session,
                 epoch=Epoch(3),
                 rank=Rank(0),
@@ -223,11 +225,13 @@ class TestLazyInitialisation:
         assert error.value.who == "rank 5"
 
 
-def test_star_names_every_follower_that_is_missing(gentle_peer: PeerProcess, store: Any, session: int) -> None:
+def test_star_names_every_follower_that_is_missing(
+    gentle_peer: PeerProcess, connections: StoreConnections, session: int
+) -> None:
     gentle_peer.open(session=session, epoch=1, follower=1)
     with pytest.raises(WaitTimeout) as error:
         open_star(
-            store,
+            connections,
             session=session,
             epoch=Epoch(1),
             leader=Rank(0),
@@ -240,12 +244,14 @@ def test_star_names_every_follower_that_is_missing(gentle_peer: PeerProcess, sto
     gentle_peer.expect("down")
 
 
-def test_star_opens_all_links(gentle_peer: PeerProcess, new_peer: NewPeer, store: Any, session: int) -> None:
+def test_star_opens_all_links(
+    gentle_peer: PeerProcess, new_peer: NewPeer, connections: StoreConnections, session: int
+) -> None:
     peers = [gentle_peer, new_peer()]
     for follower, peer in enumerate(peers, 1):
         peer.open(session=session, epoch=1, follower=follower)
     links = open_star(
-        store,
+        connections,
         session=session,
         epoch=Epoch(1),
         leader=Rank(0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvcached_dist.coord.core.errors import LinkDown
 from kvcached_dist.coord.core.messages import Bye, Drained, Fail, Map, Mapped, Message, Snapshot, SnapshotRun
 from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, PageId, Rank, Run, Txn
 from kvcached_dist.coord.links import gloo, memory
-from kvcached_dist.coord.links.bounded import run_bounded
+from kvcached_dist.coord.links.bounded import StoreConnections, run_bounded
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.link import OUTBOX_FRAMES_MAX, Link
 from kvcached_dist.coord.links.memory import memory_pair
@@ -27,7 +26,7 @@ OpenPair = Callable[..., tuple[Link, Link]]
 
 
 @pytest.fixture(params=["memory", "gloo"])
-def open_pair(request: pytest.FixtureRequest, store: Any, session: int) -> Iterator[OpenPair]:
+def open_pair(request: pytest.FixtureRequest, connections: StoreConnections, session: int) -> Iterator[OpenPair]:
     """Opens both ends of a link in this process, the leader's first."""
     links: list[Link] = []
 
@@ -39,7 +38,7 @@ def open_pair(request: pytest.FixtureRequest, store: Any, session: int) -> Itera
 
         def open_end(rank: Rank) -> None:
             ends[rank] = GlooLink.open(
-                store,
+                connections,
                 session=session,
                 epoch=EPOCH,
                 rank=rank,

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from kvcached_dist.coord.core.errors import AmbiguousOutcome, ConfigError, GroupFailed, WaitTimeout
 from kvcached_dist.coord.core.types import Epoch, Rank
-from kvcached_dist.coord.links.bounded import StoreLost, bounded_store_call, run_bounded
+from kvcached_dist.coord.links.bounded import STUCK_MAX, StoreConnections, StoreLost, run_bounded
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.store import (
     BLOB_BYTES_MAX,
@@ -70,29 +70,29 @@ def test_one_connection_serves_one_call_at_a_time(store: Any, session: int) -> N
 
 
 class TestSession:
-    def test_all_ranks_get_the_id_that_the_leader_chose(self, store: Any, session: int) -> None:
+    def test_all_ranks_get_the_id_that_the_leader_chose(self, connections: StoreConnections, session: int) -> None:
         name = f"run-{session}"
         with ThreadPoolExecutor(3) as pool:
-            followers = [pool.submit(agree_session, store, name, False, TIMEOUT_S) for _ in range(2)]
-            leader = pool.submit(agree_session, store, name, True, TIMEOUT_S)
+            followers = [pool.submit(agree_session, connections, name, False, TIMEOUT_S) for _ in range(2)]
+            leader = pool.submit(agree_session, connections, name, True, TIMEOUT_S)
             ids = {future.result(10) for future in [leader, *followers]}
         assert len(ids) == 1
         assert 0 < ids.pop() < 1 << 64
 
-    def test_name_that_is_taken_is_refused(self, store: Any, session: int) -> None:
-        agree_session(store, f"run-{session}", True, TIMEOUT_S)
+    def test_name_that_is_taken_is_refused(self, connections: StoreConnections, session: int) -> None:
+        agree_session(connections, f"run-{session}", True, TIMEOUT_S)
         with pytest.raises(ConfigError, match=f"run-{session}.*new session name"):
-            agree_session(store, f"run-{session}", True, TIMEOUT_S)
+            agree_session(connections, f"run-{session}", True, TIMEOUT_S)
 
-    def test_leader_that_never_comes_is_named(self, store: Any, session: int) -> None:
+    def test_leader_that_never_comes_is_named(self, connections: StoreConnections, session: int) -> None:
         with pytest.raises(WaitTimeout, match=rf"rank 0: session id \(key .*run-{session}"):
-            agree_session(store, f"run-{session}", False, 0.2)
+            agree_session(connections, f"run-{session}", False, 0.2)
 
 
 class TestStartBarrier:
-    def test_exchanges_blobs_of_all_ranks(self, store: Any, session: int) -> None:
+    def test_exchanges_blobs_of_all_ranks(self, connections: StoreConnections, session: int) -> None:
         def one(rank: int) -> dict[Rank, bytes]:
-            barrier = StartBarrier(store, f"s{session}", Rank(rank), 3)
+            barrier = StartBarrier(connections, f"s{session}", Rank(rank), 3)
             return barrier.exchange("hello", bytes([rank, 0, 255]), TIMEOUT_S)
 
         with ThreadPoolExecutor(3) as pool:
@@ -101,11 +101,11 @@ class TestStartBarrier:
 
     def test_works_behind_a_prefix(self, store: Any, session: int) -> None:
         """Engines hand over their own store, which has a prefix."""
-        barrier = StartBarrier(PrefixStore("engine", store), f"s{session}", Rank(0), 1)
+        barrier = StartBarrier(StoreConnections(PrefixStore("engine", store)), f"s{session}", Rank(0), 1)
         assert barrier.exchange("hello", b"", TIMEOUT_S) == {0: b""}
 
-    def test_names_all_ranks_that_are_missing_at_once(self, store: Any, session: int) -> None:
-        barrier = StartBarrier(store, f"s{session}", Rank(1), 5)
+    def test_names_all_ranks_that_are_missing_at_once(self, connections: StoreConnections, session: int) -> None:
+        barrier = StartBarrier(connections, f"s{session}", Rank(1), 5)
         barrier.put("hello", b"x", TIMEOUT_S)
         started = time.monotonic()
         with pytest.raises(WaitTimeout, match="0, 2, 3, 4") as error:
@@ -113,18 +113,18 @@ class TestStartBarrier:
         assert time.monotonic() - started < 1.5
         assert error.value.who == "rank(s) 0, 2, 3, 4"
 
-    def test_waits_for_the_ranks_named(self, store: Any, session: int) -> None:
-        barrier = StartBarrier(store, f"s{session}", Rank(2), 5)
+    def test_waits_for_the_ranks_named(self, connections: StoreConnections, session: int) -> None:
+        barrier = StartBarrier(connections, f"s{session}", Rank(2), 5)
         barrier.put("hello", b"x", TIMEOUT_S)
         assert barrier.gather("hello", TIMEOUT_S, ranks=[2]) == {2: b"x"}
 
-    def test_rank_that_cannot_start_ends_the_wait_of_the_others(self, store: Any, session: int) -> None:
-        first = StartBarrier(store, f"s{session}", Rank(0), 3)
+    def test_rank_that_cannot_start_ends_the_wait_of_the_others(self, connections: StoreConnections, session: int) -> None:
+        first = StartBarrier(connections, f"s{session}", Rank(0), 3)
         started = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, "hello", 30.0)
-            StartBarrier(store, f"s{session}", Rank(2), 3).report_failure("no memory for the null page", TIMEOUT_S)
-            StartBarrier(store, f"s{session}", Rank(1), 3).report_failure("later", TIMEOUT_S)
+            StartBarrier(connections, f"s{session}", Rank(2), 3).report_failure("no memory for the null page", TIMEOUT_S)
+            StartBarrier(connections, f"s{session}", Rank(1), 3).report_failure("later", TIMEOUT_S)
             with pytest.raises(GroupFailed, match="rank 2: .*no memory for the null page") as error:
                 waiting.result(10)
         assert error.value.rank == 2
@@ -153,20 +153,20 @@ class TestStartBarrier:
             def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
                 return bytes(self.inner.compare_set(key, expected_value, desired_value))
 
-        barrier = StartBarrier(Overwritten(store.clone()), f"s{session}", Rank(1), 2)
+        barrier = StartBarrier(StoreConnections(Overwritten(store.clone())), f"s{session}", Rank(1), 2)
         with pytest.raises(StoreLost, match="two ranks 1"):
             barrier.put("hello", b"mine", TIMEOUT_S)
 
-    def test_blob_is_bounded(self, store: Any, session: int) -> None:
-        barrier = StartBarrier(store, f"s{session}", Rank(0), 1)
+    def test_blob_is_bounded(self, connections: StoreConnections, session: int) -> None:
+        barrier = StartBarrier(connections, f"s{session}", Rank(0), 1)
         with pytest.raises(ValueError, match=f"at most {BLOB_BYTES_MAX}"):
             barrier.put("hello", bytes(BLOB_BYTES_MAX + 1), TIMEOUT_S)
 
 
 class TestEpochRegister:
-    def test_only_one_of_many_writers_wins(self, store: Any, session: int) -> None:
+    def test_only_one_of_many_writers_wins(self, connections: StoreConnections, session: int) -> None:
         """Eight writers with a connection each, as eight processes have."""
-        registers = [EpochRegister(store, session, Rank(rank), TIMEOUT_S) for rank in range(8)]
+        registers = [EpochRegister(connections, session, Rank(rank), TIMEOUT_S) for rank in range(8)]
         gate = threading.Barrier(8)
 
         def write(register: EpochRegister) -> EpochValue | None:
@@ -179,8 +179,8 @@ class TestEpochRegister:
         assert len(winners) == 1
         assert all(register.read() == winners[0] for register in registers)
 
-    def test_advances_from_the_value_in_force_only(self, store: Any, session: int) -> None:
-        register = EpochRegister(store, session, Rank(0), TIMEOUT_S)
+    def test_advances_from_the_value_in_force_only(self, connections: StoreConnections, session: int) -> None:
+        register = EpochRegister(connections, session, Rank(0), TIMEOUT_S)
         assert register.read() is None
         first = register.advance(None, Epoch(1))
         assert first is not None
@@ -191,18 +191,18 @@ class TestEpochRegister:
         with pytest.raises(ValueError, match="epochs grow"):
             register.advance(second, Epoch(2))
 
-    def test_missing_key_with_an_expectation_is_a_failure(self, store: Any, session: int) -> None:
-        register = EpochRegister(store, session, Rank(0), TIMEOUT_S)
+    def test_missing_key_with_an_expectation_is_a_failure(self, connections: StoreConnections, session: int) -> None:
+        register = EpochRegister(connections, session, Rank(0), TIMEOUT_S)
         assert register.advance(EpochValue(Epoch(1), Rank(0), "nx"), Epoch(2)) is None
         assert register.read() is None
 
-    def test_values_are_unique_and_never_numbers(self, store: Any, session: int) -> None:
-        register = EpochRegister(store, session, Rank(3), TIMEOUT_S)
+    def test_values_are_unique_and_never_numbers(self, connections: StoreConnections, session: int) -> None:
+        register = EpochRegister(connections, session, Rank(3), TIMEOUT_S)
         value = register.advance(None, Epoch(1))
         assert value is not None
         assert not str(value).replace(":", "").isdigit()
         assert EpochValue.parse(str(value).encode()) == value
-        other = EpochRegister(store, session + (1 << 32), Rank(3), TIMEOUT_S).advance(None, Epoch(1))
+        other = EpochRegister(connections, session + (1 << 32), Rank(3), TIMEOUT_S).advance(None, Epoch(1))
         assert other != value
 
 
@@ -217,17 +217,18 @@ class TestServerTrouble:
 
     def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[PeerProcess, TCPStore]) -> None:
         peer, store = server
-        register = EpochRegister(store, 1, Rank(1), 0.3)
-        barrier = StartBarrier(store, "s", Rank(1), 2)
+        connections = StoreConnections(store)
+        register = EpochRegister(connections, 1, Rank(1), 0.3)
+        barrier = StartBarrier(connections, "s", Rank(1), 2)
         peer.stop()
         calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
             (lambda: register.advance(None, Epoch(1)), AmbiguousOutcome, "rank 1 cannot tell whether 1:1:n"),
             (register.read, WaitTimeout, "store server 127.0.0.1.*read the epoch"),
             (lambda: barrier.put("hello", b"", 0.3), WaitTimeout, "store server 127.0.0.1.*hello/1"),
             (lambda: barrier.gather("hello", 0.3), WaitTimeout, r"store server .*rank\(s\) 0, 1"),
-            (lambda: agree_session(store, "run", False, 0.3), WaitTimeout, "session id"),
+            (lambda: agree_session(connections, "run", False, 0.3), WaitTimeout, "session id"),
             (lambda: connect_store("127.0.0.1", store.port, False, 2, 0.3), WaitTimeout, "accept a connection"),
-            (lambda: open_link(store, 0.3), WaitTimeout, "rank 0: its end of the link of epoch 1"),
+            (lambda: open_link(connections, 0.3), WaitTimeout, "rank 0: its end of the link of epoch 1"),
         ]
         for call, kind, text in calls:
             started = time.monotonic()
@@ -237,19 +238,21 @@ class TestServerTrouble:
 
     def test_dead_server_is_lost_at_once(self, server: tuple[PeerProcess, TCPStore]) -> None:
         peer, store = server
-        register = EpochRegister(store, 1, Rank(1), TIMEOUT_S)
+        connections = StoreConnections(store)
+        register = EpochRegister(connections, 1, Rank(1), TIMEOUT_S)
         assert register.advance(None, Epoch(1)) is not None
         peer.kill()
         peer.process.wait(10)
         store.set("lost", "x")  # the fact behind reading again: it reports success although nobody is there
         started = time.monotonic()
         with pytest.raises((StoreLost, WaitTimeout), match="store server"):
-            StartBarrier(store, "s", Rank(1), 2).put("hello", b"", 1.0)
+            StartBarrier(connections, "s", Rank(1), 2).put("hello", b"", 1.0)
         assert time.monotonic() - started < 2.0
 
     def test_waiting_for_a_server_that_dies_ends(self, server: tuple[PeerProcess, TCPStore]) -> None:
         peer, store = server
-        barrier = StartBarrier(store, "s", Rank(1), 2)
+        connections = StoreConnections(store)
+        barrier = StartBarrier(connections, "s", Rank(1), 2)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(barrier.gather, "hello", 20.0)
             time.sleep(0.2)
@@ -260,9 +263,9 @@ class TestServerTrouble:
         assert time.monotonic() - started < 3.0
 
 
-def open_link(store: Any, connect_s: float) -> GlooLink:
+def open_link(connections: StoreConnections, connect_s: float) -> GlooLink:
     return GlooLink.open(
-        store,
+        connections,
         session=1,
         epoch=Epoch(1),
         rank=Rank(1),
@@ -286,10 +289,67 @@ class TestConnecting:
             connect_store("127.0.0.1", store.port, True, 2, 2.0)
 
 
-def test_bounded_call_passes_results_and_errors_on(store: Any) -> None:
+def test_bounded_call_passes_results_and_errors_on(connections: StoreConnections) -> None:
     assert run_bounded(lambda: 5, 1.0, who="nobody", what="return") == 5
     with pytest.raises(KeyError, match="why"):
-        bounded_store_call(store, lambda own: {}["why"], 1.0, what="look up")
+        connections.call(lambda own: {}["why"], 1.0, what="look up")
+
+
+class CountingStore:
+    """A store that counts its connections; ``get`` blocks until it is told to go on."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self.clones = 0
+        self.go_on = go_on
+
+    def clone(self) -> Any:
+        self.clones += 1
+        return self
+
+    def get(self, key: str) -> bytes:
+        self.go_on.wait(10)
+        return key.encode()
+
+
+class TestConnections:
+    def test_connection_is_used_again(self) -> None:
+        store: Any = CountingStore(threading.Event())
+        connections = StoreConnections(store)
+        assert [connections.call(lambda own: 1, 5.0, what="one") for _ in range(5)] == [1] * 5
+        assert store.clones == 1
+        connections.close()
+        connections.close()
+
+    def test_calls_at_the_same_time_have_one_each(self) -> None:
+        go_on = threading.Event()
+        store: Any = CountingStore(go_on)
+        connections = StoreConnections(store)
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(connections.call, lambda own: own.get("k"), 5.0, what="k") for _ in range(3)]
+            while store.clones < 3:
+                time.sleep(0.001)
+            go_on.set()
+            assert [call.result(5) for call in calls] == [b"k"] * 3
+
+    def test_calls_that_are_stuck_are_counted_and_bounded(self) -> None:
+        go_on = threading.Event()
+        store: Any = CountingStore(go_on)
+        connections = StoreConnections(store)
+        for _ in range(STUCK_MAX):
+            with pytest.raises(WaitTimeout):
+                connections.call(lambda own: own.get("k"), 0.01, what="k")
+        with pytest.raises(StoreLost, match=f"{STUCK_MAX} calls are stuck, not tried: k"):
+            connections.call(lambda own: own.get("k"), 0.01, what="k")
+        go_on.set()
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            try:
+                assert connections.call(lambda own: own.get("k"), 5.0, what="k") == b"k"
+                break
+            except StoreLost:
+                time.sleep(0.01)
+        else:
+            pytest.fail("threads that came back still count as stuck")
 
 
 TORCHRUN = {"MASTER_ADDR": "h", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "4"}

@@ -144,7 +144,7 @@ inline end_of_mark() {
 proctype Leader() {
     byte x, p, g, entries, id;
     mtype entry, op;
-end: do
+    do
     /* The mark of a step, empty or with one decision taken here and now. */
     :: atomic { at[0] == AT_MARK && ROOM ->
         if

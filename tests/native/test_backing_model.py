@@ -13,7 +13,7 @@ from kvcached_dist._native import Backing, HostDevice, PoolGeometry, Status
 from .oracle import Model, Run, ranges_of
 
 GRANULE = 4096
-PAGES = 12
+PAGES = 6
 STRIDES = (149_760, 37_440, 8_448, 1_728, 584 * 4, 4_096, 12_288, 64)
 FILLS: tuple[list[tuple[int, int, int]], ...] = (
     [],
@@ -49,22 +49,11 @@ def random_pool(random_: random.Random, name: str, domain: int) -> PoolGeometry:
 
 def pattern_of(pool: PoolGeometry, run: Run) -> list[np.ndarray[Any, Any]]:
     """Per byte range of a run: what the fill leaves there, -1 where it leaves what was there."""
-    expected = []
-    for length in [page for _, page in pool.lanes for _ in range(1)] and [n for _, n in ranges_of(pool, run)]:
-        expected.append(np.full(length, -1, np.int64))
-    for index, (_, page_bytes) in enumerate(pool.lanes):
-        for page in range(run[2]):
-            fill_rows(expected[index][page * page_bytes : (page + 1) * page_bytes], pool)
-    for extra in expected[len(pool.lanes) :]:
-        fill_rows(extra, pool)
-    return expected
-
-
-def fill_rows(target: np.ndarray[Any, Any], pool: PoolGeometry) -> None:
-    for row in range(0, len(target), pool.fill_row_bytes):
-        for offset, length, pattern in pool.fill:
-            piece = target[row + offset : min(row + offset + length, row + pool.fill_row_bytes)]
-            piece[:] = np.resize(np.frombuffer(pattern.to_bytes(4, "little"), np.uint8), len(piece))
+    row = np.full(pool.fill_row_bytes, -1, np.int64)
+    for offset, length, pattern in pool.fill:
+        row[offset : offset + length] = np.resize(np.frombuffer(pattern.to_bytes(4, "little"), np.uint8), length)
+    lanes = [np.tile(np.resize(row, page_bytes), run[2]) for _, page_bytes in pool.lanes]
+    return lanes + [np.resize(row, length) for _, length in ranges_of(pool, run)[len(lanes) :]]
 
 
 class Driver:
@@ -212,15 +201,15 @@ class Driver:
 @pytest.mark.parametrize("seed", range(24))
 def test_backing_agrees_with_the_model(seed: int) -> None:
     driver = Driver(seed)
-    for _ in range(16):
+    for _ in range(10):
         driver.random.choice((driver.grow, driver.grow, driver.reclaim))()
     driver.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1100))
+@pytest.mark.parametrize("seed", range(1000, 1040))
 def test_backing_agrees_with_the_model_for_longer(seed: int) -> None:
     driver = Driver(seed)
-    for _ in range(80):
+    for _ in range(60):
         driver.random.choice((driver.grow, driver.grow, driver.reclaim))()
     driver.close()

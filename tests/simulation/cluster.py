@@ -31,6 +31,9 @@ EVENTS_MAX = 60_000
 
 GRANULE = 64
 
+EXIT_GRACE = 100 * MS
+"""Time between the failure of a rank's coordinator and the end of its process."""
+
 _clock = WorldClock()
 agent_module.ticks = _clock
 
@@ -87,6 +90,8 @@ class Cluster:
         self._phase = ""
         self._rested = -1
         self._revision = 1
+        self.diverged = False
+        self._paused = 0
         self._build()
 
     # ------------------------------------------------------------------ construction
@@ -204,7 +209,8 @@ class Cluster:
         if failed is not None:
             report.failure = str(failed.cause)
             self._check_causes()
-        elif all(not host.dead for host in self.hosts):
+        elif not self.leader.quiescent():
+            self.oracle.require(not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed")
             self._check_calm()
             report.calm = True
         report.events = self.loop.events
@@ -248,14 +254,21 @@ class Cluster:
 
     def _working(self) -> bool:
         return bool(self.leader.due()) or any(
-            host.agent._work or host._busy is not None or host.dead or not self._quiet(host) for host in self.hosts
+            host.agent._work
+            or host._busy is not None
+            or host.dead
+            or host.stopped_until > self.loop.now
+            or not self._quiet(host)
+            for host in self.hosts
         )
 
     def _quiet(self, host: Host) -> bool:
         return host.agent.participant.newest_txn >= self.leader.last_txn and self._wires_empty(host)
 
     def _wires_empty(self, host: Host) -> bool:
-        return all(wire.arrives_last <= self.loop.now for wire in self.wires if host in (wire.source, wire.target))
+        now = self.loop.now
+        mine = (wire for wire in self.wires if host in (wire.source, wire.target))
+        return all(wire.arrives_last <= now and not wire.silent for wire in mine)
 
     def watch(self) -> None:
         """After every event: has the leader entered another phase?"""
@@ -322,6 +335,8 @@ class Cluster:
             for armed in host.armed.values():
                 armed.clear()
             host.memory.card.hog = 0
+            if host.memory.card.turn == faults.ANY:
+                host.memory.card.turn = None
             host.memory.card.capacity = 1 << 40
 
     def change_limit(self, limit_bytes: int) -> None:
@@ -333,18 +348,29 @@ class Cluster:
         self.report.limits[answer.status.value] = self.report.limits.get(answer.status.value, 0) + 1
         self._revision += 1
 
+    def pause(self, amount: int) -> None:
+        """Something stands still for a while; pauses that add up to more than a lease look like a hung leader."""
+        self._paused += amount
+        if self._paused + self.plan.wait_bound(self.hosts[0]) > self.plan.lease:
+            self.excuses.add((CauseKind.RANK_HUNG, 0))
+
     def evictions(self, op: Step) -> int:
         """Tokens that the leader's engine evicts at this step."""
         return self.plan.random.randint(1, 2) if not op.calm and self.plan.random.random() < self.plan.evict else 0
 
     def operated(self, rank: int, what: str, ids: object) -> None:
-        """An engine operation."""
-        self.oracle.operated(rank, what, ids)
+        """An engine operation; after an injected divergence the digest has to notice."""
+        if not self.diverged:
+            self.oracle.operated(rank, what, ids)
 
     def host_failed(self, host: Host) -> None:
-        """A rank's coordinator has failed: all others must learn of it."""
-        if not self.deadlines:
-            self.deadlines[host.rank] = self.loop.now + self.plan.lease + SECOND
+        """A rank's coordinator has failed: its engine ends, and all others must learn of it."""
+        self.excuses.add((CauseKind.RANK_LOST, host.rank))
+        self.loop.after(EXIT_GRACE, None, self._exit, host)
+
+    def _exit(self, host: Host) -> None:
+        if not host.dead:
+            faults.kill(self, host)
 
     def host_done(self, host: Host) -> None:
         """A rank's program is over."""

@@ -23,8 +23,10 @@ def excuses(kind: str, rank: int) -> set[tuple[CauseKind, int]]:
     match kind:
         case "kill" | "kill_leader":
             return {(CauseKind.RANK_LOST, rank)}
-        case "stop_long" | "stop_leader_long":
+        case "stop_long":
             return {(CauseKind.RANK_HUNG, rank), (CauseKind.RANK_HUNG, 0), (CauseKind.RANK_LOST, 0)}
+        case "stop_leader_long":
+            return {(CauseKind.RANK_HUNG, ANY), (CauseKind.RANK_LOST, ANY)}
         case "link_lost":
             return {(CauseKind.RANK_HUNG, rank), (CauseKind.RANK_HUNG, 0), (CauseKind.RANK_LOST, ANY)}
         case "bye":
@@ -54,6 +56,8 @@ def inject(cluster: Cluster, fault: Fault) -> None:
     if host.dead or host.ended or cluster.leader.failure is not None:
         return
     loop, plan = cluster.loop, cluster.plan
+    if host.stopped_until > loop.now and fault.kind in ("duplicate", "old_epoch", "bye"):
+        return
     if fault.rank == 0 and fault.kind in ("clog", "half_clog", "link_lost", "late_stage", "bye", "kill", "stop_long"):
         return
     match fault.kind:
@@ -67,11 +71,14 @@ def inject(cluster: Cluster, fault: Fault) -> None:
             kill(cluster, host)
         case "stop" | "stop_leader" | "stop_long" | "stop_leader_long":
             stop(cluster, host, fault.amount)
+            cluster.pause(fault.amount)
         case "clog" | "half_clog":
+            cluster.pause(fault.amount)
             for wire in cluster.wires:
                 if wire.target is host or (wire.source is host and fault.kind == "clog"):
                     wire.clog(loop.now + fault.amount)
         case "swizzle":
+            cluster.pause(fault.amount)
             for wire in plan.random.sample(cluster.wires, (len(cluster.wires) + 1) // 2):
                 wire.clog(loop.now + plan.random.randint(MS, max(2 * MS, fault.amount // 2)))
         case "link_lost":
@@ -87,7 +94,6 @@ def inject(cluster: Cluster, fault: Fault) -> None:
             host.ended = True
         case "diverge":
             host.diverge = True
-            return
         case "no_memory":
             card = host.memory.card
             card.hog = max(0, card.free - card.reserve)
@@ -130,7 +136,7 @@ def stop(cluster: Cluster, host: Host, duration: int) -> None:
     """The process of a rank does not run for a while; everything for it waits."""
     until = cluster.loop.now + duration
     host.stopped_until = max(host.stopped_until, until)
-    cluster.loop.at(host.stopped_until, None, host.resume)
+    host.resumed_at = host.stopped_until
     if duration > cluster.plan.lease:
         cluster.deadlines[host.rank] = cluster.loop.now + cluster.plan.lease + SECOND
 
@@ -158,6 +164,8 @@ def duplicate(cluster: Cluster, host: Host) -> bool:
     if not known:
         return False
     source, message = cluster.plan.random.choice(known)
+    if cluster.hosts[source].stopped_until > cluster.loop.now:
+        return False
     _must_not_matter(cluster, host, source, message, "S9")
     return True
 

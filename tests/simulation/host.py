@@ -150,6 +150,7 @@ class Host:
             epoch=epoch,
             replica=replica,
             participant=Participant(Rank(self.rank), epoch, len(self.memory.pools)),
+            describe=lambda peer: f"rank {peer} (stage {self.cluster.hosts[peer].stage})",
             links=links,  # type: ignore[arg-type]
             worker=self,
             timing=Timing(self.cluster.plan.beat / 1e6, self.cluster.plan.lease / 1e6),
@@ -247,10 +248,6 @@ class Host:
             self.leader.tick(self.cluster.clock())
         self.cluster.at_tick()
         self.settle()
-
-    def resume(self) -> None:
-        """Runs again after a stop; the first event since."""
-        self.resumed_at = self.loop.now
 
     def settle(self) -> None:
         """After every event: start driver work, report fences, let the scheduler go on if it can."""
@@ -410,11 +407,11 @@ class Host:
                 for domain, count in wanted.items():
                     replica.record(OpKind.MISS, domain, count)
                 replica.end_op()
-                self.cluster.oracle.operated(self.rank, "miss", tuple(needs.items()))
+                self.cluster.operated(self.rank, "miss", tuple(needs.items()))
                 return None
-        if self.diverge:
+        if self.diverge and max(wanted.values()) > 1:
             self.diverge = False
-            self.cluster.struck("diverge", self.rank)
+            self.cluster.diverged = True
             wanted = {domain: max(1, count - 1) for domain, count in wanted.items()}
         taken: Ids = {}
         for domain, count in wanted.items():

@@ -125,8 +125,8 @@ class Plan:
     pp: int = 1
     shape: Shape = Shape((24,), (2,), 40, 1.5, 0.3, 0.5, 0.5, 5, 14, 0.1, 8)
     ordered: bool = False
-    beat: int = 50 * MS
-    lease: int = SECOND
+    beat: int = 100 * MS
+    lease: int = 2 * SECOND
     growth_deadline: int = 300 * MS
     drain_deadline: int = 600 * MS
     policy: Policy = field(default_factory=Policy)
@@ -220,7 +220,7 @@ def draw(seed: int) -> Plan:
     policy = Policy(
         growth_deadline=deadline,
         query_interval=100 * MS,
-        lease=SECOND,
+        lease=2 * SECOND,
         drain_deadline=random.choice((60 * MS, 600 * MS)),
         map_retries=random.choice((0, 1, 2)),
         run_pages_min=random.choice((1, 1, 2)),
@@ -284,8 +284,8 @@ def fault_at(plan: Plan, kind: str, phase: str, random: Random, nth: int = 1) ->
         "clog": random.randint(5 * MS, 700 * MS),
         "half_clog": random.randint(5 * MS, 250 * MS),
         "swizzle": random.randint(5 * MS, 400 * MS),
-        "stop": random.randint(10 * MS, 800 * MS),
-        "stop_leader": random.randint(10 * MS, 800 * MS),
+        "stop": random.randint(10 * MS, 1600 * MS),
+        "stop_leader": random.randint(10 * MS, 1200 * MS),
         "stop_long": plan.lease + random.randint(200 * MS, SECOND),
         "stop_leader_long": plan.lease + random.randint(200 * MS, SECOND),
         "late_stage": random.randint(10 * MS, 200 * MS),

@@ -1,0 +1,140 @@
+"""A whole world of ranks in one process: a thread and a host device per rank, real links, real memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcached_dist import Config, Coordinator, World, _native
+from kvcached_dist.coord.links.store import connect_store
+from kvcached_dist.fault_specs import FaultPlan
+from kvcached_dist.pools.specs import DomainSpec, FillPiece, ModelSpec, PoolSpec
+
+GRANULE = 4096
+JOIN_S = 50.0
+
+
+def simple_model(
+    *,
+    pages: int = 9,
+    layers: int = 4,
+    block_bytes: int = GRANULE,
+    blocks_per_page: int = 1,
+    domains: Sequence[str] = ("full",),
+) -> ModelSpec:
+    """A model with one K/V pool per domain; a page is one granule per layer and buffer unless told otherwise."""
+    specs = tuple(DomainSpec(name, pages * blocks_per_page, 16, blocks_per_page) for name in domains)
+    pools = tuple(
+        PoolSpec(
+            f"{name}_kv",
+            name,
+            block_bytes,
+            tuple(range(layers)),
+            (block_bytes,),
+            buffers_per_layer=2,
+            fill_row_bytes=64,
+            fill=(FillPiece(0, 64, 0x5A5A5A5A),),
+        )
+        for name in domains
+    )
+    return ModelSpec("simple", layers, specs, pools)
+
+
+@dataclass
+class Rank:
+    """What a test body sees of its rank."""
+
+    coordinator: Coordinator
+    device: _native.HostDevice
+    together: threading.Barrier
+
+    def held(self) -> int:
+        """Physical bytes this rank holds."""
+        return sum(self.coordinator.backing.held_bytes())
+
+    def meet(self) -> None:
+        """Wait for every other rank's thread."""
+        self.together.wait(JOIN_S)
+
+    def settle(self, steps: int = 2000) -> None:
+        """End steps until the leader has nothing left to do."""
+        pause = threading.Event()
+        for _ in range(steps):
+            if self.coordinator.step().settled:
+                return
+            pause.wait(0.001)
+        raise AssertionError(f"not settled after {steps} steps")
+
+
+Body = Callable[[Rank], Any]
+
+
+def config(**overrides: Any) -> Config:
+    """Settings of these tests: nothing grows unless an operation needs it."""
+    return Config.preset("tests", **{"min_reserved_pages": 0, "max_reserved_pages": 0, "run_pages_max": 1, **overrides})
+
+
+def run_world(
+    body: Body,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    model: ModelSpec | None = None,
+    settings: Config | Sequence[Config] | None = None,
+    capacity: int | Sequence[int] = 1 << 20,
+    faults: Sequence[str] = (),
+    devices: Sequence[_native.HostDevice] | None = None,
+) -> list[Any]:
+    """Start a world, run ``body`` on every rank, close it.
+
+    Returns:
+        Per rank what the body returned, or the exception that its start or the body raised.
+    """
+    size = tp * pp
+    spec = model or simple_model()
+    capacities = [capacity] * size if isinstance(capacity, int) else list(capacity)
+    cards = list(devices) if devices else [_native.HostDevice(room, GRANULE) for room in capacities]
+    settings = settings or config()
+    per_rank = [settings] * size if isinstance(settings, Config) else list(settings)
+    plan = FaultPlan.parse(faults, size)
+    server = connect_store("127.0.0.1", 0, True, size, 10) if size > 1 else None
+    results: list[Any] = [None] * size
+    together = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            coordinator = Coordinator.start(
+                world=World(rank, tp, pp),
+                stage=spec.stage(rank // tp, pp),
+                device=cards[rank],
+                config=per_rank[rank],
+                store=None if server is None else server.clone(),
+                faults=plan,
+            )
+        except Exception as error:
+            results[rank] = error
+            return
+        try:
+            results[rank] = body(Rank(coordinator, cards[rank], together))
+        except Exception as error:
+            results[rank] = error
+        finally:
+            coordinator.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), f"{thread.name} did not end: results so far {results}"
+    return results
+
+
+def values(results: Sequence[Any]) -> list[Any]:
+    """The results, or the first exception among them."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return list(results)
