@@ -170,8 +170,8 @@ class StoreConnections:
     Threads: any.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Any) -> None:  # torch's stubs do not declare clone
+        self._store: Store = store
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._stuck: list[threading.Thread] = []

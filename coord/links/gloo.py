@@ -40,6 +40,7 @@ SENDS_POSTED: Final = 16
 """Frames handed to gloo at once; more wait in the outbox."""
 
 _EXIT_JOIN_S: Final = 2.0
+_FIRST_CAUSE_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 _live: weakref.WeakSet[GlooLink] = weakref.WeakSet()
@@ -291,6 +292,12 @@ class GlooLink:
 
     def _explain(self, error: RuntimeError, silence: str = "silent") -> LinkDown:
         """Translate what gloo says. A peer that killed the link and one that died look the same."""
+        if "pair closure" in str(error):
+            # Another thread of this link timed out and knows what it waited for; let it say so first.
+            with self._changed:
+                self._changed.wait_for(lambda: self._down is not None, _FIRST_CAUSE_S)
+                if self._down is not None:
+                    return self._down
         if _is_timeout(error):
             return LinkDown(self._peer, f"{silence} for a lease of {self._lease_s:g} s", eof=False)
         return LinkDown(self._peer, f"connection ended: {first_line(error)}", eof=True)

@@ -31,18 +31,17 @@ def last_cause(rank: Rank) -> Any:
 def test_r2_create_fails_on_one_rank_is_a_miss_everywhere_and_the_next_growth_succeeds() -> None:
     def body(rank: Rank) -> dict[str, Any]:
         full = rank.coordinator.domains["full"]
-        at_start, before = rank.held(), full.available
-        rank.meet()
+        before = full.available
         missed = full.alloc(4)
         rank.coordinator.step()
+        nothing_held = rank.returns_to_start()
         rank.meet()
-        after_miss = rank.held()
         while (taken := full.alloc(2)) is None:
             rank.coordinator.step()
             threading.Event().wait(0.01)
         return {
             "missed": ids(missed),
-            "leaked": after_miss - at_start,
+            "nothing held": nothing_held,
             "available": (before, full.available),
             "taken": ids(taken),
             "health": rank.coordinator.health["full"],
@@ -52,7 +51,7 @@ def test_r2_create_fails_on_one_rank_is_a_miss_everywhere_and_the_next_growth_su
     for result in results:
         assert result == {
             "missed": None,
-            "leaked": 0,
+            "nothing held": True,
             "available": (0, 0),
             "taken": [1, 2],
             "health": Health.HEALTHY,
@@ -63,8 +62,12 @@ def test_r6_r32_failure_on_a_late_stage_names_stage_rank_and_cause() -> None:
     def body(rank: Rank) -> Any:
         missed = rank.coordinator.domains["full"].alloc(2)
         rank.coordinator.step()
-        rank.meet()
-        return ids(missed), rank.held(), last_cause(rank), rank.coordinator.world.describe(3)
+        return (
+            ids(missed),
+            rank.returns_to_start() and rank.held(),
+            last_cause(rank),
+            rank.coordinator.world.describe(3),
+        )
 
     results = values(run_world(body, tp=2, pp=2, model=simple_model(layers=8), faults=["rank=3,op=create,nth=2"]))
     null_page = [2 * 4 * GRANULE] * 4
@@ -80,11 +83,10 @@ def test_r6_r32_failure_on_a_late_stage_names_stage_rank_and_cause() -> None:
 
 def test_r7_refusal_before_mapping_unmaps_nothing() -> None:
     def body(rank: Rank) -> Any:
-        unmaps = rank.device.counters().unmaps
         missed = rank.coordinator.domains["full"].alloc(2)
         rank.coordinator.step()
-        rank.meet()
-        return ids(missed), rank.device.counters().unmaps - unmaps
+        assert rank.returns_to_start()
+        return ids(missed), rank.device.counters().unmaps - rank.counters_at_start.unmaps
 
     assert values(run_world(body, tp=2, faults=["rank=1,op=create,nth=1"])) == [(None, 0)] * 2
 
@@ -112,7 +114,8 @@ def test_r19_engines_on_one_card_meet_exhaustion_as_a_miss_only(tmp_path: Path) 
         device = _native.HostDevice(8 * GRANULE * 12, GRANULE, "card-0", card)
 
         def body(rank: Rank) -> int:
-            rng, full, live, misses = random.Random(index), rank.coordinator.domains["full"], [], 0
+            rng, full, misses = random.Random(index), rank.coordinator.domains["full"], 0
+            live: list[torch.Tensor] = []
             for _ in range(150):
                 taken = full.alloc(rng.randint(1, 3))
                 if taken is None:
@@ -227,7 +230,7 @@ def test_r57_r66_r71_failed_mapping_is_adopted_by_the_identical_retry(call: str)
     """What is mapped stays mapped and unpublished; the retry creates nothing and unmaps nothing."""
 
     def body(rank: Rank) -> Any:
-        before = rank.device.counters()
+        before = rank.counters_at_start
         taken = rank.coordinator.domains["full"].alloc(2)
         after = rank.device.counters()
         created = after.handles_created - before.handles_created
@@ -242,14 +245,12 @@ def test_r57_failed_unmap_restores_and_the_next_reclaim_gives_everything_back() 
     def body(rank: Rank) -> Any:
         coordinator = rank.coordinator
         full = coordinator.domains["full"]
-        at_start = rank.held()
-        rank.meet()
         taken = full.alloc(4)
         assert taken is not None
         full.free(taken)
         coordinator.idle(True)
         rank.settle()
-        return rank.held() - at_start, coordinator.stats.reclaim_restored, coordinator.health["full"]
+        return rank.held() - rank.held_at_start, coordinator.stats.reclaim_restored, coordinator.health["full"]
 
     results = values(run_world(body, tp=2, faults=["rank=1,op=unmap,nth=2"]))
     assert [result[0] for result in results] == [0, 0]
@@ -260,14 +261,12 @@ def test_r57_failed_unmap_restores_and_the_next_reclaim_gives_everything_back() 
 def test_release_refused_once_is_retried_with_the_same_number() -> None:
     def body(rank: Rank) -> Any:
         full = rank.coordinator.domains["full"]
-        at_start = rank.held()
-        rank.meet()
         taken = full.alloc(4)
         assert taken is not None
         full.free(taken)
         rank.coordinator.idle(True)
         rank.settle()
-        return rank.held() - at_start
+        return rank.held() - rank.held_at_start
 
     assert values(run_world(body, tp=2, faults=["rank=1,op=release,nth=2"])) == [0, 0]
 

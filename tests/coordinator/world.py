@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,15 @@ class Rank:
     coordinator: Coordinator
     device: _native.HostDevice
     together: threading.Barrier
+    held_at_start: int
+    counters_at_start: _native.Counters
+
+    def returns_to_start(self, wait_s: float = 5.0) -> bool:
+        """Whether the physical bytes come back to those at the start; an ABORT is done behind the verdict."""
+        deadline, pause = time.monotonic() + wait_s, threading.Event()
+        while self.held() != self.held_at_start and time.monotonic() < deadline:
+            pause.wait(0.002)
+        return self.held() == self.held_at_start
 
     def held(self) -> int:
         """Physical bytes this rank holds."""
@@ -110,14 +120,17 @@ def run_world(
                 stage=spec.stage(rank // tp, pp),
                 device=cards[rank],
                 config=per_rank[rank],
-                store=None if server is None else server.clone(),
+                store=None if server is None else server.clone(),  # type: ignore[attr-defined]
                 faults=plan,
             )
         except Exception as error:
             results[rank] = error
             return
         try:
-            results[rank] = body(Rank(coordinator, cards[rank], together))
+            held = sum(coordinator.backing.held_bytes())
+            mine = Rank(coordinator, cards[rank], together, held, cards[rank].counters())
+            mine.meet()
+            results[rank] = body(mine)
         except Exception as error:
             results[rank] = error
         finally:

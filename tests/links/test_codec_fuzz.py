@@ -40,9 +40,7 @@ def forge(
     layout: int = LAYOUT,
 ) -> bytes:
     """A frame with a correct checksum and any content, as a faulty peer of the same session makes it."""
-    header = HEADER.pack(
-        MAGIC, VERSION, kind, flags, SESSION, EPOCH, txn, sequence, 0, part, parts, len(payload)
-    )
+    header = HEADER.pack(MAGIC, VERSION, kind, flags, SESSION, EPOCH, txn, sequence, 0, part, parts, len(payload))
     return header + struct.pack("<II", zlib.crc32(payload, zlib.crc32(header)), layout) + payload
 
 

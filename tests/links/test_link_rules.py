@@ -285,7 +285,11 @@ def test_full_outbox_ends_the_link_instead_of_blocking_or_losing(
         monkeypatch.setattr(module, "OUTBOX_FRAMES_MAX", 50)
     leader_link, follower_link = open_pair()
     release = threading.Event()
-    follower_link.start(lambda message: None if release.wait(5) else None, lambda down: None)
+
+    def take_nothing(_: Message) -> None:
+        release.wait(5)
+
+    follower_link.start(take_nothing, lambda down: None)
     leader = End(leader_link, beat=False)
 
     def fill() -> None:

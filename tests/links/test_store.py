@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from kvcached_dist.coord.core.errors import AmbiguousOutcome, ConfigError, GroupFailed, WaitTimeout
 from kvcached_dist.coord.core.types import Epoch, Rank
@@ -118,14 +118,17 @@ class TestStartBarrier:
         barrier.put("hello", b"x", TIMEOUT_S)
         assert barrier.gather("hello", TIMEOUT_S, ranks=[2]) == {2: b"x"}
 
-    def test_rank_that_cannot_start_ends_the_wait_of_the_others(self, connections: StoreConnections, session: int) -> None:
+    def test_rank_that_cannot_start_ends_the_wait_of_the_others(
+        self, connections: StoreConnections, session: int
+    ) -> None:
         first = StartBarrier(connections, f"s{session}", Rank(0), 3)
         started = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, "hello", 30.0)
-            StartBarrier(connections, f"s{session}", Rank(2), 3).report_failure("no memory for the null page", TIMEOUT_S)
+            second = StartBarrier(connections, f"s{session}", Rank(2), 3)
+            second.report_failure("no memory for the null page", TIMEOUT_S)
             StartBarrier(connections, f"s{session}", Rank(1), 3).report_failure("later", TIMEOUT_S)
-            with pytest.raises(GroupFailed, match="rank 2: .*no memory for the null page") as error:
+            with pytest.raises(GroupFailed, match=r"rank 2: .*no memory for the null page") as error:
                 waiting.result(10)
         assert error.value.rank == 2
         assert time.monotonic() - started < 5
@@ -210,12 +213,12 @@ class TestServerTrouble:
     """The server in another process, stopped or dead."""
 
     @pytest.fixture
-    def server(self, new_peer: Callable[..., PeerProcess]) -> tuple[PeerProcess, TCPStore]:
+    def server(self, new_peer: Callable[..., PeerProcess]) -> tuple[PeerProcess, Any]:
         peer = new_peer(connect=False)
         port = peer.connect(0, serve=True)
         return peer, connect_store("127.0.0.1", port, False, 2, 10.0)
 
-    def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[PeerProcess, TCPStore]) -> None:
+    def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[PeerProcess, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         register = EpochRegister(connections, 1, Rank(1), 0.3)
@@ -236,7 +239,7 @@ class TestServerTrouble:
                 call()
             assert time.monotonic() - started < 2.0
 
-    def test_dead_server_is_lost_at_once(self, server: tuple[PeerProcess, TCPStore]) -> None:
+    def test_dead_server_is_lost_at_once(self, server: tuple[PeerProcess, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         register = EpochRegister(connections, 1, Rank(1), TIMEOUT_S)
@@ -249,7 +252,20 @@ class TestServerTrouble:
             StartBarrier(connections, "s", Rank(1), 2).put("hello", b"", 1.0)
         assert time.monotonic() - started < 2.0
 
-    def test_waiting_for_a_server_that_dies_ends(self, server: tuple[PeerProcess, TCPStore]) -> None:
+    def test_process_with_a_call_stuck_in_the_server_exits(
+        self, server: tuple[PeerProcess, Any], new_peer: Callable[..., PeerProcess]
+    ) -> None:
+        peer, store = server
+        client = new_peer(connect=False)
+        client.connect(store.port)
+        peer.stop()
+        client.open(session=1, epoch=1, connect_s=0.3)
+        assert client.expect("refused")["error"] == "WaitTimeout"
+        client.tell("exit")
+        client.expect("exiting")
+        assert client.process.wait(10) == 0
+
+    def test_waiting_for_a_server_that_dies_ends(self, server: tuple[PeerProcess, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         barrier = StartBarrier(connections, "s", Rank(1), 2)
@@ -291,8 +307,12 @@ class TestConnecting:
 
 def test_bounded_call_passes_results_and_errors_on(connections: StoreConnections) -> None:
     assert run_bounded(lambda: 5, 1.0, who="nobody", what="return") == 5
+
+    def fail(own: object) -> None:
+        raise KeyError("why")
+
     with pytest.raises(KeyError, match="why"):
-        connections.call(lambda own: {}["why"], 1.0, what="look up")
+        connections.call(fail, 5.0, what="look up")
 
 
 class CountingStore:

@@ -48,10 +48,10 @@ def test_without_matplotlib_the_option_is_refused(monkeypatch: pytest.MonkeyPatc
         plot.check("a.png")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize(
     ("path", "what"), [("memory.doc", "must end in"), ("/nowhere/memory.png", "/nowhere does not exist")]
 )
 def test_a_file_that_could_not_be_written_is_refused(path: str, what: str) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match=what):
         plot.check(path)

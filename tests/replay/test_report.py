@@ -141,11 +141,11 @@ def test_the_mean_is_over_virtual_time() -> None:
 
 def test_a_long_curve_is_thinned_and_keeps_its_peaks_and_its_end() -> None:
     curve = MemoryCurve()
-    for when in range(50_000):
-        curve.sample(when, 10_000 if when == 31_234 else when % 7)
+    for when in range(9_000):
+        curve.sample(when, 10_000 if when == 8_234 else when % 7)
     thin = curve.thinned()
-    assert len(thin) <= 4001
-    assert (31_234, 10_000) in thin
+    assert len(thin) <= 4_001
+    assert (8_234, 10_000) in thin
     assert thin[-1] == curve.points[-1]
 
 

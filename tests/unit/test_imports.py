@@ -58,7 +58,7 @@ ARCHITECTURE = {
         ("replay",), imports=(*BELOW_ENGINES, "package"), external=("torch", "numpy", "matplotlib", "rich")
     ),
     "chaos": Component(
-        ("chaos",), imports=(*BELOW_ENGINES, "package", "replay"), external=("torch", "numpy", "ray", "rich")
+        ("chaos",), imports=(*BELOW_ENGINES, "package", "replay"), external=("torch", "numpy", "ray", "rich", "psutil")
     ),
     "cli": Component(
         ("cli",),
