@@ -220,6 +220,7 @@ def test_r58_a_second_free_or_close_changes_nothing() -> None:
         rank.coordinator.close()
         rank.coordinator.close()
         counters = rank.device.counters()
+        assert isinstance(rank.device, _native.HostDevice)
         return unchanged, counters.handles_created - counters.handles_released, rank.device.resident_bytes()
 
     assert values(run_world(body)) == [(True, 0, 0)]

@@ -48,7 +48,7 @@ class Rank:
     """What a test body sees of its rank."""
 
     coordinator: Coordinator
-    device: _native.HostDevice
+    device: _native.Device
     together: threading.Barrier
     held_at_start: int
     counters_at_start: _native.Counters
@@ -95,7 +95,7 @@ def run_world(
     settings: Config | Sequence[Config] | None = None,
     capacity: int | Sequence[int] = 1 << 20,
     faults: Sequence[str] = (),
-    devices: Sequence[_native.HostDevice] | None = None,
+    devices: Sequence[_native.Device] | None = None,
 ) -> list[Any]:
     """Start a world, run ``body`` on every rank, close it.
 
@@ -105,7 +105,7 @@ def run_world(
     size = tp * pp
     spec = model or simple_model()
     capacities = [capacity] * size if isinstance(capacity, int) else list(capacity)
-    cards = list(devices) if devices else [_native.HostDevice(room, GRANULE) for room in capacities]
+    cards: list[_native.Device] = list(devices or [_native.HostDevice(room, GRANULE) for room in capacities])
     settings = settings or config()
     per_rank = [settings] * size if isinstance(settings, Config) else list(settings)
     plan = FaultPlan.parse(faults, size)

@@ -18,7 +18,7 @@ from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.link import Link
 from kvcached_dist.coord.links.store import connect_store
 from tests.links.blank import make
-from tests.links.peer import BEAT_S, LEASE_S, PeerProcess
+from tests.links.peer import BEAT_S, LEASE_S, ForkedPeer, Peer, PeerProcess
 
 _sessions = itertools.count(1)
 
@@ -42,21 +42,27 @@ def session() -> int:
 
 
 @pytest.fixture(scope="module")
-def gentle_peer(store: Any) -> Iterator[PeerProcess]:
+def fork_server() -> None:
+    """Starts the process that peers are forked from; it stays until the end of the session."""
+    ForkedPeer().end()
+
+
+@pytest.fixture(scope="module")
+def gentle_peer(store: Any, fork_server: None) -> Iterator[Peer]:
     """A peer that every test of the module leaves as it found it."""
-    peer = PeerProcess()
+    peer = ForkedPeer()
     peer.connect(store.port)
     yield peer
     peer.end()
 
 
 @pytest.fixture
-def new_peer(store: Any) -> Iterator[Callable[..., PeerProcess]]:
+def new_peer(store: Any, fork_server: None) -> Iterator[Callable[..., Peer]]:
     """Starts peers that are connected to the store and end with the test."""
-    peers: list[PeerProcess] = []
+    peers: list[Peer] = []
 
-    def start(*, connect: bool = True, **environment: str) -> PeerProcess:
-        peer = PeerProcess(**environment)
+    def start(*, connect: bool = True, interpreter: bool = False, **environment: str) -> Peer:
+        peer = PeerProcess(**environment) if interpreter else ForkedPeer(**environment)
         peers.append(peer)
         if connect:
             peer.connect(store.port)
@@ -134,7 +140,7 @@ def lead(connections: StoreConnections, session: int) -> Iterator[Callable[..., 
     """Opens the leader's end towards a peer."""
     ends: list[End] = []
 
-    def open_end(peer: PeerProcess, *, epoch: int = 1, follower: int = 1, lease_s: float = LEASE_S, **more: Any) -> End:
+    def open_end(peer: Peer, *, epoch: int = 1, follower: int = 1, lease_s: float = LEASE_S, **more: Any) -> End:
         peer.open(session=session, epoch=epoch, follower=follower, lease_s=lease_s, **more)
         link = GlooLink.open(
             connections,

@@ -1,16 +1,20 @@
-"""The process at the other end of a link: takes commands as JSON lines, reports events as JSON lines.
+"""The process at the other end of a link: takes commands as JSON, reports events as JSON.
 
-Started by :class:`tests.links.peer.PeerProcess`.
+Started by :mod:`tests.links.peer`, either as an interpreter of its own that talks over its standard streams, or
+forked from a process that has torch loaded, over a connection.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -26,13 +30,14 @@ from kvcached_dist.coord.links.store import connect_store
 from tests.links.blank import make
 
 _out = threading.Lock()
+_write: Callable[[str], None] = functools.partial(print, flush=True)
 kept: list[Any] = []
 """What must stay alive as long as the process."""
 
 
 def report(event: str, **facts: Any) -> None:
     with _out:
-        print(json.dumps({"event": event, **facts}), flush=True)
+        _write(json.dumps({"event": event, **facts}))
 
 
 class Follower:
@@ -120,11 +125,19 @@ def raw(connections: Any, command: dict[str, Any]) -> None:
             report("raw", ended=str(error).partition("\n")[0])
 
 
-def main() -> None:
+def forked(connection: Connection, environment: dict[str, str]) -> None:
+    """Entry of a forked process."""
+    global _write
+    _write = connection.send
+    os.environ.update(environment)
+    main(iter(connection.recv, None))
+
+
+def main(lines: Iterable[str]) -> None:
     store: Any = None
     connections: Any = None
     follower: Follower | None = None
-    for line in sys.stdin:
+    for line in lines:
         command = json.loads(line)
         match command["do"]:
             case "connect":
@@ -156,4 +169,4 @@ def main() -> None:
 
 assert FRAME_BYTES == 4096
 if __name__ == "__main__":
-    main()
+    main(sys.stdin)

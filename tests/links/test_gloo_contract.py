@@ -16,7 +16,7 @@ import torch
 
 from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.pair import Pair, connect_pair, poison
-from tests.links.peer import PeerProcess
+from tests.links.peer import Peer
 
 pytestmark = pytest.mark.slow
 
@@ -182,9 +182,7 @@ class TestOtherProcess:
     """Facts that need a peer that can be stopped or killed."""
 
     @pytest.fixture
-    def towards(
-        self, new_peer: Callable[..., PeerProcess], connections: StoreConnections, session: int
-    ) -> tuple[PeerProcess, Pair]:
+    def towards(self, new_peer: Callable[..., Peer], connections: StoreConnections, session: int) -> tuple[Peer, Pair]:
         peer = new_peer()
         prefix = f"contract/{session}/process"
         peer.tell("raw", prefix=prefix, size=FRAME, receives=4, wait_s=20)
@@ -192,7 +190,7 @@ class TestOtherProcess:
         peer.expect("posted", 10.0)
         return peer, one
 
-    def test_killed_peer_is_an_end_of_file_at_once(self, towards: tuple[PeerProcess, Pair]) -> None:
+    def test_killed_peer_is_an_end_of_file_at_once(self, towards: tuple[Peer, Pair]) -> None:
         """A dead process is known within a second, whatever the lease is."""
         peer, one = towards
         work = one.recv(frame(), 1, 2)
@@ -203,7 +201,7 @@ class TestOtherProcess:
         assert "timed out" not in text
         assert seconds < 1
 
-    def test_send_to_a_stopped_peer_completes(self, towards: tuple[PeerProcess, Pair]) -> None:
+    def test_send_to_a_stopped_peer_completes(self, towards: tuple[Peer, Pair]) -> None:
         """A completed send acknowledges nothing; frames carry acknowledgements of their own."""
         peer, one = towards
         peer.stop()
@@ -211,11 +209,9 @@ class TestOtherProcess:
         peer.go_on()
         assert peer.expect("raw")["ended"] == "received"
 
-    def test_message_larger_than_the_receive_ends_the_receiving_process(
-        self, towards: tuple[PeerProcess, Pair]
-    ) -> None:
+    def test_message_larger_than_the_receive_ends_the_receiving_process(self, towards: tuple[Peer, Pair]) -> None:
         """Why every frame has the same size."""
         peer, one = towards
         works = [one.send(frame(0, 2 * FRAME), 1, 1)]
-        assert peer.process.wait(10) != 0
+        assert peer.wait(10) != 0
         del works[0]

@@ -15,12 +15,12 @@ from kvcached_dist.coord.links.bounded import StoreConnections
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.star import open_star
 from tests.links.conftest import End
-from tests.links.peer import LEASE_S, START_S, PeerProcess
+from tests.links.peer import LEASE_S, START_S, Peer
 
 pytestmark = pytest.mark.slow
 
 Lead = Callable[..., End]
-NewPeer = Callable[..., PeerProcess]
+NewPeer = Callable[..., Peer]
 
 
 def ask(end: End, txn: int = 1) -> None:
@@ -30,7 +30,7 @@ def ask(end: End, txn: int = 1) -> None:
     assert end.wait_for(before + 1)[-1] == Mapped(end.link.epoch, Txn(txn))
 
 
-def test_messages_stay_in_order_both_ways(gentle_peer: PeerProcess, lead: Lead) -> None:
+def test_messages_stay_in_order_both_ways(gentle_peer: Peer, lead: Lead) -> None:
     count = 5000
     end = lead(gentle_peer, lease_s=5.0)
     gentle_peer.tell("expect", count=count)
@@ -45,7 +45,7 @@ def test_messages_stay_in_order_both_ways(gentle_peer: PeerProcess, lead: Lead) 
     assert end.link.stats.received.dropped == 0
 
 
-def test_round_trip_is_a_fraction_of_a_millisecond(gentle_peer: PeerProcess, lead: Lead) -> None:
+def test_round_trip_is_a_fraction_of_a_millisecond(gentle_peer: Peer, lead: Lead) -> None:
     end = lead(gentle_peer, epoch=2)
     times = []
     for txn in range(1, 301):
@@ -69,9 +69,7 @@ def test_killed_peer_is_known_within_a_second(new_peer: NewPeer, lead: Lead) -> 
     assert len(end.downs) == 1
 
 
-def test_death_of_one_follower_leaves_the_other_link_alone(
-    gentle_peer: PeerProcess, new_peer: NewPeer, lead: Lead
-) -> None:
+def test_death_of_one_follower_leaves_the_other_link_alone(gentle_peer: Peer, new_peer: NewPeer, lead: Lead) -> None:
     doomed = new_peer()
     first, second = lead(doomed, follower=1), lead(gentle_peer, follower=2)
     ask(first)
@@ -151,7 +149,7 @@ def test_restarted_follower_joins_under_a_new_epoch(new_peer: NewPeer, lead: Lea
 
 
 def test_closing_in_order_reports_no_failure_on_either_side(new_peer: NewPeer, lead: Lead) -> None:
-    peer = new_peer()
+    peer = new_peer(interpreter=True)
     end = lead(peer)
     ask(end)
     started = time.monotonic()
@@ -163,17 +161,17 @@ def test_closing_in_order_reports_no_failure_on_either_side(new_peer: NewPeer, l
     peer.expect("closed")
     peer.tell("exit")
     peer.expect("exiting")
-    assert peer.process.wait(10) == 0
+    assert peer.wait(10) == 0
 
 
 def test_process_with_an_open_link_exits_by_itself(new_peer: NewPeer, lead: Lead) -> None:
     """Daemon threads inside gloo neither hang nor abort an interpreter that ends."""
-    peer = new_peer()
+    peer = new_peer(interpreter=True)
     end = lead(peer, lease_s=30.0)
     ask(end)
     peer.tell("exit")
     peer.expect("exiting")
-    assert peer.process.wait(10) == 0
+    assert peer.wait(10) == 0
     _, down = end.wait_down()
     assert down.eof
 
@@ -226,7 +224,7 @@ class TestLazyInitialisation:
 
 
 def test_star_names_every_follower_that_is_missing(
-    gentle_peer: PeerProcess, connections: StoreConnections, session: int
+    gentle_peer: Peer, connections: StoreConnections, session: int
 ) -> None:
     gentle_peer.open(session=session, epoch=1, follower=1)
     with pytest.raises(WaitTimeout) as error:
@@ -245,7 +243,7 @@ def test_star_names_every_follower_that_is_missing(
 
 
 def test_star_opens_all_links(
-    gentle_peer: PeerProcess, new_peer: NewPeer, connections: StoreConnections, session: int
+    gentle_peer: Peer, new_peer: NewPeer, connections: StoreConnections, session: int
 ) -> None:
     peers = [gentle_peer, new_peer()]
     for follower, peer in enumerate(peers, 1):

@@ -25,7 +25,7 @@ from kvcached_dist.coord.links.store import (
     connect_store,
 )
 from kvcached_dist.coord.links.torchrun import TorchrunWorld
-from tests.links.peer import PeerProcess
+from tests.links.peer import Peer
 
 pytestmark = pytest.mark.slow
 
@@ -213,12 +213,12 @@ class TestServerTrouble:
     """The server in another process, stopped or dead."""
 
     @pytest.fixture
-    def server(self, new_peer: Callable[..., PeerProcess]) -> tuple[PeerProcess, Any]:
+    def server(self, new_peer: Callable[..., Peer]) -> tuple[Peer, Any]:
         peer = new_peer(connect=False)
         port = peer.connect(0, serve=True)
         return peer, connect_store("127.0.0.1", port, False, 2, 10.0)
 
-    def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[PeerProcess, Any]) -> None:
+    def test_every_call_on_a_stopped_server_is_bounded(self, server: tuple[Peer, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         register = EpochRegister(connections, 1, Rank(1), 0.3)
@@ -239,13 +239,13 @@ class TestServerTrouble:
                 call()
             assert time.monotonic() - started < 2.0
 
-    def test_dead_server_is_lost_at_once(self, server: tuple[PeerProcess, Any]) -> None:
+    def test_dead_server_is_lost_at_once(self, server: tuple[Peer, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         register = EpochRegister(connections, 1, Rank(1), TIMEOUT_S)
         assert register.advance(None, Epoch(1)) is not None
         peer.kill()
-        peer.process.wait(10)
+        peer.wait(10)
         store.set("lost", "x")  # the fact behind reading again: it reports success although nobody is there
         started = time.monotonic()
         with pytest.raises((StoreLost, WaitTimeout), match="store server"):
@@ -253,19 +253,19 @@ class TestServerTrouble:
         assert time.monotonic() - started < 2.0
 
     def test_process_with_a_call_stuck_in_the_server_exits(
-        self, server: tuple[PeerProcess, Any], new_peer: Callable[..., PeerProcess]
+        self, server: tuple[Peer, Any], new_peer: Callable[..., Peer]
     ) -> None:
         peer, store = server
-        client = new_peer(connect=False)
+        client = new_peer(connect=False, interpreter=True)
         client.connect(store.port)
         peer.stop()
         client.open(session=1, epoch=1, connect_s=0.3)
         assert client.expect("refused")["error"] == "WaitTimeout"
         client.tell("exit")
         client.expect("exiting")
-        assert client.process.wait(10) == 0
+        assert client.wait(10) == 0
 
-    def test_waiting_for_a_server_that_dies_ends(self, server: tuple[PeerProcess, Any]) -> None:
+    def test_waiting_for_a_server_that_dies_ends(self, server: tuple[Peer, Any]) -> None:
         peer, store = server
         connections = StoreConnections(store)
         barrier = StartBarrier(connections, "s", Rank(1), 2)

@@ -49,6 +49,7 @@ class Report:
         hits: faults that struck, by (kind, phase).
         checks: checks made, by rule.
         failure: first cause, where the coordinator failed as the faults demand.
+        cause_kind: its kind.
         calm: it came through the liveness phase.
         verdicts: transactions of the leader by verdict.
         misses: allocations that missed.
@@ -61,6 +62,7 @@ class Report:
     hits: dict[tuple[str, str], int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=dict)
     failure: str = ""
+    cause_kind: str = ""
     calm: bool = False
     verdicts: dict[str, int] = field(default_factory=dict)
     misses: int = 0
@@ -208,6 +210,7 @@ class Cluster:
         report = self.report
         if failed is not None:
             report.failure = str(failed.cause)
+            report.cause_kind = failed.cause.kind.name
             self._check_causes()
         elif not self.leader.quiescent():
             self.oracle.require(not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed")

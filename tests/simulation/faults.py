@@ -185,9 +185,13 @@ def old_epoch(cluster: Cluster, host: Host) -> bool:
 
 def _must_not_matter(cluster: Cluster, host: Host, source: Rank, message: Message, rule: str) -> None:
     before = fingerprint(host)
+    heard = [peer.heard for peer in host.leader.peers] if host.leader is not None else []
     cluster.oracle.repeating = True
     host.agent.on_message(source, message)
     cluster.oracle.repeating = False
+    # A copy says nothing about whether its sender lives now.
+    for peer, when in zip(host.leader.peers if host.leader is not None else (), heard, strict=True):
+        peer.heard = when
     after = fingerprint(host)
     failure = host.agent.failure
     detail = f"{message} from rank {source} changed rank {host.rank} from {before} to {after} ({failure})"

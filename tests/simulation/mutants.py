@@ -1,0 +1,2 @@
+def run_all(only: str, jobs: int) -> int:
+    return 0
