@@ -54,7 +54,7 @@ def resolve(leader: Leader) -> None:
 def _resolve_open(leader: Leader, txn: Transaction) -> None:
     cause = txn.cause or Cause(CauseKind.RANK_LOST, LEADER, "the epoch ended")
     match txn.step:
-        case TxnStep.RESERVING if not txn.tries:
+        case TxnStep.RESERVING if not txn.adopted:
             leader.drop_open(PageState.ABSENT, cause)
         case TxnStep.RESERVING | TxnStep.MAPPING:
             leader.drop_open(PageState.RETAINED, cause)

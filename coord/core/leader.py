@@ -251,6 +251,7 @@ class Leader:
         txn.foreground = foreground
         if retry is not None:
             self.retained.remove(retry)
+            txn.adopted = True
             txn.tries = retry.tries
         self._broadcast(lambda: Reserve(self.epoch, txn.txn, runs))
 
@@ -310,7 +311,7 @@ class Leader:
             self._spend(rank, txn.runs, sign=-1)
         self.counters.refusals += 1
         self.backoff.refused(self.now)
-        if txn.tries:
+        if txn.adopted:
             self._become(txn.runs, PageState.RETAINED)
             self.retained.append(Retained(txn.runs, txn.tries, cause))
         else:

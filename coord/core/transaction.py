@@ -79,6 +79,7 @@ class Transaction:
         retained: a reclaim of runs that were never published.
         late: a rank has said that its MAP (or UNMAP, RELEASE) is still running after the deadline; callers
             do not wait for it any longer.
+        adopted: a grow over retained runs: an abort leaves them retained (rule M3).
         tries: earlier failed MAPs of the identical runs.
         cause: first refusal or failure.
         handles: handles held per rank and pool, from the RESERVED answers.
@@ -93,6 +94,7 @@ class Transaction:
     foreground: bool = False
     retained: bool = False
     late: bool = False
+    adopted: bool = False
     tries: int = 0
     cause: Cause | None = None
     waiting: dict[Rank, Pending] = field(default_factory=dict)

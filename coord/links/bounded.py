@@ -15,6 +15,8 @@ Habits of TCPStore decide how it is used (the contract tests pin the first two):
 from __future__ import annotations
 
 import atexit
+import ctypes
+import logging
 import queue
 import threading
 import time
@@ -40,6 +42,8 @@ STUCK_MAX: Final = 8
 _EXIT_JOIN_S: Final = 2.0
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
@@ -73,6 +77,11 @@ class StoreLost(KVDistError):
     """The server of the store is gone. Start-up or a change of epoch cannot go on; running links can."""
 
 
+def join_at_exit(thread: threading.Thread) -> None:
+    """Have the interpreter wait a little for a daemon thread that may be inside torch when it exits."""
+    _threads.add(thread)
+
+
 def run_bounded(call: Callable[[], T], timeout_s: float, *, who: str, what: Callable[[], str] | str) -> T:
     """Run a call that may block without bound and stop waiting for it at a deadline.
 
@@ -92,7 +101,7 @@ def run_bounded(call: Callable[[], T], timeout_s: float, *, who: str, what: Call
     """
     job = _Job(lambda _: call())
     thread = threading.Thread(target=job.run, args=(None,), name="kvcached-bounded-call", daemon=True)
-    _threads.add(thread)
+    join_at_exit(thread)
     thread.start()
     if not job.done.wait(timeout_s):
         raise WaitTimeout(who, _text(what), timeout_s)
@@ -134,7 +143,7 @@ class _Worker:
         self._store = store
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="kvcached-store", daemon=True)
-        _threads.add(self.thread)
+        join_at_exit(self.thread)
         _workers.add(self)
         self.thread.start()
 
@@ -250,18 +259,32 @@ class Poll:
 
 
 def _end_all() -> None:
-    """At interpreter exit: as few threads as possible inside torch when the interpreter goes away.
-
-    A daemon thread that returns from C++ into a finalising interpreter ends the process with an abort.
-    One that is stuck in a server for good does not return, and is left.
-    """
+    """At interpreter exit: as few threads as possible inside torch when the interpreter goes away."""
     deadline = time.monotonic() + _EXIT_JOIN_S
     for worker in list(_workers):
         worker.stop()
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in list(_threads)):
+        _let_late_threads_sleep()
+
+
+def _let_late_threads_sleep() -> None:
+    """Keep a call that is still stuck from aborting the process when it returns during finalisation.
+
+    Until Python 3.13 a thread that wants the interpreter lock back by then is ended by unwinding, through
+    C++ frames that must not be unwound: the C++ runtime calls its terminate handler, which aborts a process
+    that was about to exit in order. This handler makes the thread sleep instead; the exit goes on.
+
+    Source: ``PyThread_exit_thread`` in CPython's ``take_gil``; ``std::set_terminate`` of libstdc++.
+    """
+    try:
+        runtime, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+        runtime._ZSt13set_terminatePFvvE(ctypes.cast(libc.pause, ctypes.c_void_p))
+    except (OSError, AttributeError) as error:  # another C++ runtime: the abort stays possible
+        _log.debug("event=terminate_handler_not_set error=%s", error)
 
 
 atexit.register(_end_all)
 
-__all__ = ["GRACE_S", "STUCK_MAX", "Poll", "Store", "StoreConnections", "StoreLost", "run_bounded"]
+__all__ = ["GRACE_S", "STUCK_MAX", "Poll", "Store", "StoreConnections", "StoreLost", "join_at_exit", "run_bounded"]

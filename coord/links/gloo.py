@@ -28,7 +28,7 @@ from typing import Any, Final
 from ..core.errors import LinkDown, WaitTimeout
 from ..core.messages import Bye, Message
 from ..core.types import Epoch, Rank
-from .bounded import GRACE_S, StoreConnections, StoreLost
+from .bounded import GRACE_S, StoreConnections, StoreLost, join_at_exit
 from .codec import Decoder, Encoder
 from .link import OUTBOX_FRAMES_MAX, LinkStats, OnDown, OnMessage
 from .pair import TAG_TO_FOLLOWER, TAG_TO_LEADER, Pair, Slots, Work, connect_pair, first_line, poison
@@ -183,8 +183,9 @@ class GlooLink:
             self._reader = threading.Thread(
                 target=self._run, args=(on_message, on_down), name=f"{name}-reader", daemon=True
             )
-        self._writer.start()
-        self._reader.start()
+        for thread in (self._writer, self._reader):
+            join_at_exit(thread)
+            thread.start()
 
     def send(self, message: Message) -> None:
         """Queue a message and hand it to gloo at once if a slot is free; see :meth:`Link.send`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -117,8 +118,9 @@ class Slots:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a gloo error that says what happened."""
-    return str(error).partition("\n")[0][:300]
+    """The part of a gloo error that says what happened, without its source line and its advice."""
+    text = str(error).partition("\n")[0]
+    return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is typically")[0][:300]
 
 
 __all__ = [

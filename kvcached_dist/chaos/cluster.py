@@ -168,10 +168,27 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def order_spares(self) -> None:
+    def order_spares(self, count: int = SPARES) -> None:
         """Order what is missing."""
-        while len(self._spares) < SPARES:
+        while len(self._spares) < count:
             self._order_spare()
+
+    def end_all(self, seconds: float) -> list[str]:
+        """End every rank process and every spare; afterwards no process of the run may be left but the warden's.
+
+        Args:
+            seconds: how long they may take to leave.
+
+        Returns:
+            Processes that should not be there.
+        """
+        for process in [*self.processes, *self._spares]:
+            self.ray.kill(process.actor)
+            if process.identity is not None:
+                self.ended.append(process.identity)
+        self.processes.clear()
+        self._spares.clear()
+        return list(self.warden("orphans", self.ended, seconds, timeout_s=CALL_S + seconds))
 
     def await_spares(self, count: int = 1) -> None:
         """Wait until so many spares are ready."""

@@ -5,6 +5,7 @@ Methods return plain records, failures included: an exception that leaves a meth
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -19,11 +20,15 @@ from ..fault_specs import FaultPlan, FaultSpec
 from ..processes import boot_id, pid_namespace, start_ticks
 from ..replay.stamps import Stamps
 from ..world import World
+from .board import RestBoard
 from .options import CARD_BYTES, ChaosOptions
 from .workload import Backlog, Rest, Slowest, Workload, published_pages, stamps_of
 
 LOOPBACK = "127.0.0.1"
 STORE_WAIT_S = 10.0
+BOARD_FILE = "rests"
+JOURNAL_FILE = "faults.jsonl"
+CARD_PREFIX = "card-"
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +238,7 @@ class RankProcess:
     def _start(self, seat: Seat) -> _Open:
         options = self._options
         world = World(seat.rank, options.tp, options.pp)
-        card = f"{seat.run_dir}/card-{seat.rank}"
+        card = f"{seat.run_dir}/{CARD_PREFIX}{seat.rank}"
         device = _native.HostDevice(CARD_BYTES, options.granule_bytes, card=os.path.basename(card), card_file=card)
         store = connect_store(LOOPBACK, seat.store_port, False, world.size, STORE_WAIT_S)
         coordinator = Coordinator.start(
@@ -254,9 +259,10 @@ class RankProcess:
         """
         opened = self._opened()
         wave_s = 6 * self._options.call_bound_s + 30
-        workload = Workload(
-            opened.coordinator, opened.stamps, backlog, seed=self._options.seed, wave_s=wave_s
-        )
+        coordinator, seat = opened.coordinator, opened.seat
+        scope = f"{seat.session} epoch {coordinator.epoch}"
+        board = RestBoard(f"{seat.run_dir}/{BOARD_FILE}", seat.rank, self._options.world_size, scope)
+        workload = Workload(coordinator, opened.stamps, board, backlog, seed=self._options.seed, wave_s=wave_s)
         opened.workload = workload
         problem = None
         try:
@@ -264,8 +270,10 @@ class RankProcess:
         except KVDistError as error:
             problem = Problem.of(error)
         except Exception as error:
-            _log.exception("event=work_ended rank=%d", opened.seat.rank)
+            _log.exception("event=work_ended rank=%d", seat.rank)
             problem = Problem.of(error)
+        finally:
+            board.close()
         return self._report(opened, workload, problem)
 
     def _report(self, opened: _Open, workload: Workload, problem: Problem | None) -> Work:
@@ -303,9 +311,13 @@ class RankProcess:
             opened.coordinator.close()
         except KVDistError as error:
             problem = Problem.of(error)
-        counters = opened.device.counters()
+        seat, device = opened.seat, opened.device
+        # Views into the pools keep their address ranges; without them nothing may be left.
+        del opened
+        gc.collect()
+        counters = device.counters()
         leaked = max(counters.bytes_created, counters.bytes_mapped)
-        return Left(opened.seat.rank, leaked, counters.reservations, time.monotonic() - began, problem)
+        return Left(seat.rank, leaked, counters.reservations, time.monotonic() - began, problem)
 
     # ------------------------------------------------------------------ at any time
 

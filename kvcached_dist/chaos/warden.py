@@ -21,7 +21,7 @@ import psutil
 
 from ..faults import FiredFault, Journal
 from ..processes import start_ticks
-from .rank import Identity, current_identity
+from .rank import BOARD_FILE, CARD_PREFIX, JOURNAL_FILE, Identity, current_identity
 
 RUN_VARIABLE = "KVCACHED_CHAOS_RUN"
 """Every process of a run has it in its environment, so that none can get lost."""
@@ -154,22 +154,20 @@ class Warden:
 
     def fired(self) -> list[FiredFault]:
         """Faults that have fired so far."""
-        return Journal.read(f"{self.run_dir}/faults.jsonl")
+        return Journal.read(f"{self.run_dir}/{JOURNAL_FILE}")
 
     # ------------------------------------------------------------------ what is left
 
-    def orphans(self, known: Iterable[Identity], ended: Iterable[Identity], seconds: float) -> list[str]:
-        """Processes of the run that should not be there.
+    def orphans(self, ended: Iterable[Identity], seconds: float) -> list[str]:
+        """Processes of the run that should not be there: any but this one and the store server's.
 
         Args:
-            known: rank processes that live.
             ended: rank processes that were ended.
             seconds: how long they may take to leave by themselves.
         """
-        wanted = {process.pid for process in known} | {os.getpid()}
-        wanted |= {child.pid for child in psutil.Process().children(recursive=True)}
-        gone = tuple(ended)
+        wanted = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
         deadline = time.monotonic() + seconds
+        gone = tuple(ended)
         while (left := self._survivors(gone) | self._strangers(wanted)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [_described(pid) for pid in sorted(left)]
@@ -192,9 +190,11 @@ class Warden:
         return found
 
     def files(self) -> list[str]:
-        """Files that ranks have left in the run's directory; the cards and the journal are the rig's own."""
-        own = {"faults.jsonl"}
-        return sorted(name for name in os.listdir(self.run_dir) if name not in own and not name.startswith("card-"))
+        """Files that ranks have left in the run's directory; those of the rig itself do not count."""
+        own = {JOURNAL_FILE, BOARD_FILE}
+        return sorted(
+            name for name in os.listdir(self.run_dir) if name not in own and not name.startswith(CARD_PREFIX)
+        )
 
     def close(self) -> list[str]:
         """End the store server and remove the run's directory.

@@ -3,7 +3,8 @@
 A request is a pure function of the seed and its number. It needs blocks of every domain at once, writes a stamp
 into each of them in every pool and layer of the stage, takes a further block now and then, and checks every stamp
 before it frees them: only then is it answered. A wave ends with everything given back; all ranks check that they
-hold the null pages and nothing else, and begin the next wave at the same step.
+hold the null pages and nothing else. When all have, the leader logs the begin of the next wave, which they then
+begin at the same step. Logged evictions serve as these words of the leader.
 
 Which requests wait is the same on every rank and outlives an epoch: the supervisor hands a :class:`Backlog` from
 one to the next, in which requests whose blocks were lost wait again.
@@ -25,9 +26,12 @@ from ..errors import KVDistError
 from ..replay import identity
 from ..replay.sequence import Blocks
 from ..replay.stamps import Stamps
+from .board import RestBoard
 
 if TYPE_CHECKING:
     from ..coordinator import Coordinator
+
+LEADER = 0
 
 WAVE_REQUESTS: Final = 24
 """Requests of a wave."""
@@ -41,7 +45,11 @@ GROWS_EVERY_STEPS: Final = 5
 """A running request takes one more block this often, as decoding does."""
 
 STOP_TOKENS: Final = 1
-"""The leader logs an eviction of this many tokens to end the work: every rank sees it at the same step."""
+NEXT_WAVE_TOKENS: Final = 2
+"""The leader logs an eviction of so many tokens to end the work, or to begin a wave, on all ranks at one step."""
+
+STEP_BLOCKS: Final = 3
+"""Blocks per domain that growth runs ahead while requests wait."""
 
 STEP_PAUSE_S: Final = 0.002
 
@@ -171,19 +179,28 @@ class Workload:
     Args:
         coordinator: of this rank, in the epoch.
         stamps: of this process for this world; it knows which blocks still hold their fill pattern.
+        board: where ranks say which wave they have ended.
         backlog: where the work begins, equal on all ranks.
         seed: of the requests.
         wave_s: a wave that lasts longer is stalled.
     """
 
     def __init__(
-        self, coordinator: Coordinator, stamps: Stamps, backlog: Backlog, *, seed: int, wave_s: float
+        self,
+        coordinator: Coordinator,
+        stamps: Stamps,
+        board: RestBoard,
+        backlog: Backlog,
+        *,
+        seed: int,
+        wave_s: float,
     ) -> None:
         self.record = Record()
         self.step = 0
         self.wave = backlog.wave
         self._coordinator = coordinator
         self._stamps = stamps
+        self._board = board
         self._seed = seed
         self._wave_s = wave_s
         self._names = tuple(domain.name for domain in coordinator.stage.domains)
@@ -191,7 +208,7 @@ class Workload:
         self._queue = deque(backlog.waiting)
         self._live: dict[int, _Live] = {}
         self._pause_s = max(STEP_PAUSE_S, coordinator.config.lease_s / MARKS_PER_LEASE)
-        self._stopping = False
+        self._word = 0
         self._asked_to_stop = False
         self._null_bytes = sum(
             coordinator.backing.expected_bytes(
@@ -217,35 +234,46 @@ class Workload:
     # ------------------------------------------------------------------ work
 
     def run(self) -> None:
-        """Work until every rank has seen the leader's wish to stop, then to the end of the wave.
+        """Work wave after wave until every rank has seen the leader's wish to stop.
 
         Raises:
             RankLost, GroupFailed: from the coordinator.
             StalledError, NotAtRestError: see there.
         """
-        while not self._stopping:
+        while self._word != STOP_TOKENS:
             self._run_wave()
 
     def _run_wave(self) -> None:
-        began, limit = time.time(), time.monotonic() + self._wave_s
+        began = time.time()
+        limit = time.monotonic() + self._wave_s
         self._queue.extend(range(self.wave * WAVE_REQUESTS, (self.wave + 1) * WAVE_REQUESTS))
         self.wave += 1
         settled = False
         while self._queue or self._live or not settled:
-            if time.monotonic() > limit:
-                raise StalledError(
-                    f"wave {self.wave - 1} has not ended after {self._wave_s:g} s: {len(self._queue)} requests wait,"
-                    f" {len(self._live)} run, step {self.step}, domains {self._domains_text()}"
-                )
+            self._raise_if_stalled(limit)
             settled = self._run_step()
-            time.sleep(self._pause_s)
         self._check_rest()
         self.record.rests.append(Rest(self.wave - 1, began, time.time(), self.step, self._coordinator.digest))
+        self._board.ended(self.wave - 1)
+        self._word = 0
+        while not self._word:
+            self._raise_if_stalled(limit)
+            if self._coordinator.world.rank == LEADER and self._board.all_ended(self.wave - 1):
+                self._coordinator.evict(STOP_TOKENS if self._asked_to_stop else NEXT_WAVE_TOKENS)
+            self._run_step()
+
+    def _raise_if_stalled(self, limit: float) -> None:
+        if time.monotonic() > limit:
+            raise StalledError(
+                f"wave {self.wave - 1} has not ended on all ranks after {self._wave_s:g} s: {len(self._queue)} requests"
+                f" wait, {len(self._live)} run, step {self.step}, domains {self._domains_text()}"
+            )
 
     def _run_step(self) -> bool:
+        """One engine step; whether nothing is left to be given back."""
         busy = bool(self._queue)
         self._coordinator.idle(not busy)
-        self._coordinator.demand({name: (4 if name == "full" else 2) if busy else 0 for name in self._names})
+        self._coordinator.demand({name: STEP_BLOCKS if busy else 0 for name in self._names})
         for live in [live for live in self._live.values() if self.step - live.since >= live.request.lifetime]:
             self._answer(live)
         for live in self._live.values():
@@ -254,11 +282,10 @@ class Workload:
         for _ in range(ADMITTED_PER_STEP):
             if not self._queue or not self._admit(self._queue[0]):
                 break
-        if self._asked_to_stop and not self._stopping:
-            self._coordinator.evict(STOP_TOKENS)
         self.step += 1
         report = self._timed("step", self._coordinator.step)
         self._note(report.entries)
+        time.sleep(self._pause_s)
         return report.settled
 
     def _admit(self, number: int) -> bool:
@@ -306,8 +333,8 @@ class Workload:
                 for run in entry.runs:
                     per_page = self._per_page[run.domain]
                     self._stamps.published(self._names[run.domain], run.first * per_page, run.count * per_page)
-            elif isinstance(entry, Evict) and entry.tokens == STOP_TOKENS:
-                self._stopping = True
+            elif isinstance(entry, Evict):
+                self._word = entry.tokens
         if any(isinstance(entry, Publish | Reclaimed) for entry in entries):
             self.record.progress.append(time.time())
 

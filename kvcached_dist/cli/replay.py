@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..errors import ConfigError, KVDistError
 from ..replay import launcher, plot, torchrun
 from ..replay.options import ReplayOptions
+from ..replay.rank_main import leave
 from ..replay.report import EXIT_FAILED, EXIT_INPUT, EXIT_OK, Report
 from ..setting_kinds import parse_bytes
 
@@ -80,6 +81,8 @@ def replay(
         options.validate()
         _check_outputs(json_file, plot_file)
         status = _run(options, json_file, plot_file)
+        if options.launcher == "torchrun":
+            leave(status)
     except launcher.Interrupted as stopped:
         _complain(str(stopped))
         status = 128 + stopped.signum

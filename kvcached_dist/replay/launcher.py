@@ -20,7 +20,7 @@ from ..coord.links.store import connect_store
 from ..errors import KVDistError
 from .options import ReplayOptions
 from .outcome import Failure, RankOutcome
-from .rank_main import Seat, run_rank
+from .rank_main import Seat, leave, run_rank
 from .report import Report
 
 LOOPBACK = "127.0.0.1"
@@ -155,7 +155,7 @@ def _child_main(options: ReplayOptions, seat: Seat, port: int, pipe: Connection)
     progress = news_of(lambda news: send("news", news)) if seat.rank == 0 else None
     status = run_rank(options, seat, store, lambda outcome: send("outcome", outcome.to_json()), progress)
     pipe.close()
-    raise SystemExit(status)
+    leave(status)
 
 
 def _leave_with_parent() -> None:
@@ -209,11 +209,19 @@ def _watch(ranks: _Ranks, lease_s: float, on_news: OnNews | None) -> None:
         failed = ranks.deaths or any(c.outcome is not None and c.outcome.failure is not None for c in ranks.children)
         if failed and deadline is None:
             deadline = time.monotonic() + lease_s + SURVIVOR_GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
-            return
+        if deadline is not None and (time.monotonic() > deadline or _only_lost_ones_left(ranks)):
+            break
     for child in ranks.children:
-        while child.piped:
+        # A pipe of somebody who still runs, or is stopped, may never say anything again.
+        while child.piped and (not child.process.is_alive() or child.pipe.poll(0)):
             _read(child, on_news)
+
+
+def _only_lost_ones_left(ranks: _Ranks) -> bool:
+    """Whether everybody who still runs is a rank that the others have given up, such as a stopped process."""
+    lost = {c.outcome.failure.rank for c in ranks.children if c.outcome is not None and c.outcome.failure is not None}
+    alive = ranks.alive()
+    return bool(alive) and all(child.rank in lost and child.outcome is None for child in alive)
 
 
 def _read(child: _Child, on_news: OnNews | None) -> None:

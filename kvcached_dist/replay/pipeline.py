@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from ..coord.links.pair import first_line
 from ..errors import Divergence, KVDistError
 
 LAG_STEPS = 2
@@ -204,7 +205,7 @@ class Pipeline:
         try:
             call()
         except RuntimeError as error:
-            raise PipelineBroken(f"pipeline: {what}: {str(error).splitlines()[0][:300]}") from error
+            raise PipelineBroken(f"pipeline: {what}: {first_line(error)}") from error
 
 
 __all__ = ["LAG_STEPS", "Pipeline", "PipelineBroken", "depth_of"]

@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from .. import exit_hooks
 from ..coordinator import Coordinator
 from ..errors import CapacityError, ConfigError, Divergence, GroupFailed, InvariantViolation, KVDistError
 from ..fault_specs import FaultPlan
@@ -124,6 +125,17 @@ def _run(options: ReplayOptions, seat: Seat, store: TCPStore | None, guard: _Gua
     return EXIT_CORRUPT if outcome.corrupt_blocks else EXIT_OK
 
 
+def leave(status: int) -> NoReturn:
+    """End this process now, after its rank has reported and closed everything.
+
+    The interpreter is not finalised: daemon threads of torch that are inside a wait have aborted processes there.
+    """
+    exit_hooks.run_hooks()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 class _Guard:
     """Makes sure that a rank reports once, also when its loop is stuck in a collective that cannot be woken."""
 
@@ -216,4 +228,4 @@ def _device(options: ReplayOptions, seat: Seat) -> Device:
     return _native.HostDevice(options.capacity_bytes, options.config().host_granule_bytes)
 
 
-__all__ = ["Seat", "run_rank"]
+__all__ = ["Seat", "leave", "run_rank"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from kvcached_dist.coord.links.store import (
     connect_store,
 )
 from kvcached_dist.coord.links.torchrun import TorchrunWorld
-from tests.links.peer import Peer
+from tests.links.peer import ROOT, Peer
 
 pytestmark = pytest.mark.slow
 
@@ -313,6 +315,29 @@ def test_bounded_call_passes_results_and_errors_on(connections: StoreConnections
 
     with pytest.raises(KeyError, match="why"):
         connections.call(fail, 5.0, what="look up")
+
+
+EXIT_WITH_LATE_CALLS = """
+from datetime import timedelta
+from torch.distributed import HashStore
+from kvcached_dist.coord.core.errors import WaitTimeout
+from kvcached_dist.coord.links import bounded
+
+bounded._EXIT_JOIN_S = 0.1
+for index in range(40):
+    try:
+        bounded.run_bounded(
+            lambda: HashStore().wait(["never"], timedelta(milliseconds=300 + 25 * index)), 0.001, who="w", what="w"
+        )
+    except WaitTimeout:
+        continue
+"""
+
+
+def test_calls_that_return_while_the_interpreter_exits_do_not_abort_it() -> None:
+    """Some of the calls that were given up come back in the middle of finalisation."""
+    exited = subprocess.run([sys.executable, "-c", EXIT_WITH_LATE_CALLS], cwd=ROOT, timeout=50, check=False)
+    assert exited.returncode == 0
 
 
 class CountingStore:

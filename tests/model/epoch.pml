@@ -65,10 +65,16 @@ byte committed[NUMBERS], aborted[NUMBERS], did_map[NUMBERS];
 #endif
 #define FOREACH(i, n) i = 0; do :: i < (n) ->
 #define END(i) i++ :: else -> break od; i = 0
-#ifdef MUTANT_F
+#if defined(MUTANT_F) || defined(MUTANT_F_CONSEQUENCE)
 #define FENCED(theirs, ours) false
 #else
 #define FENCED(theirs, ours) ((theirs) < (ours))
+#endif
+
+#ifdef MUTANT_F_CONSEQUENCE     /* the same fault with S8 itself not looked at */
+#define REQUIRE_S8(condition) true
+#else
+#define REQUIRE_S8(condition) REQUIRE(S8, condition)
 #endif
 
 inline check_at_rest() {
@@ -234,6 +240,7 @@ proctype Leader() {
         log_entry(RETIRE);
         phase = DRAINING; yes = 1 }
     :: d_step { (phase == DRAINING || phase == CANCELLING) && ROOM -> log_entry(UNRETIRE); close_transaction() }
+    :: d_step { phase == JOINING && resume == CANCELLING && ROOM -> log_entry(UNRETIRE); resume = IDLE }
     /* A link is lost while both ends live; or a follower that died has been started again. */
     :: d_step { epoch < EPOCHS && status[1] != DEAD && status[N - 1] != DEAD -> change_epoch() }
     od
@@ -280,7 +287,7 @@ inline take(r, what, h) {
 inline receive() {
     flying[t]--;
     if
-    :: !FENCED(e, epoch) && t == txn -> take(r, what, h)
+    :: !FENCED(e, epoch) && t == txn -> REQUIRE_S8(e == epoch); take(r, what, h)
     :: else
     fi;
     e = 0; t = 0; h = 0; what = 0
@@ -376,7 +383,7 @@ inline job(r, link) {
     flying[t]--;
     if
     :: FENCED(e, known[r]) || kind != SNAPSHOT && emptied[r]
-    :: else -> work(r, kind, e, t, state)
+    :: else -> REQUIRE_S8(kind == SNAPSHOT || e == known[r]); work(r, kind, e, t, state)
     fi;
     e = 0; t = 0; kind = 0; state = 0
 }

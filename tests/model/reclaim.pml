@@ -41,6 +41,7 @@ bit  mapped[N] = 1;
 bit  busy[N];                   /* a launched batch that touches the run has not finished */
 #ifdef LOSS
 mtype table[N] = NOTHING;
+bit lost;
 #endif
 
 #define NONE 0                  /* no entry, no operation */
@@ -124,7 +125,7 @@ proctype LeaderScheduler() {
 #else
         :: phase == IDLE && backed && published[0] && !used[0] && flying[txn] == 0 -> entry = RETIRE
 #endif
-#ifndef MUTANT_RETIRE_LOCAL
+#if !defined(MUTANT_RETIRE_LOCAL) && !defined(MUTANT_M4_NEVER_CANCELLED)
         :: phase == DRAINING -> entry = UNRETIRE        /* a shortage, or the drain deadline */
 #endif
 #ifdef MUTANT_M4_LATE_UNRETIRE
@@ -248,8 +249,8 @@ inline answer(r, t, what) {
 #ifdef LOSS
     table[r] = what;
     if
-    :: up[r]!what, t; flying[t]++
-    :: r == N - 1               /* one link loses answers */
+    :: up[r]!what, t; flying[t]++; lost = (r == N - 1 -> 0 : lost)
+    :: r == N - 1 && !lost -> lost = 1      /* one link loses answers, not two in a row */
     fi
 #else
     up[r]!what, t; flying[t]++

@@ -64,6 +64,11 @@ class Loop:
         self.trace.append((self.now, rank, what, detail))
         self.digest = zlib.crc32(_STAMP.pack(self.now, rank, zlib.crc32(what.encode()), number), self.digest)
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to happen."""
+        return bool(self._heap)
+
     def step(self) -> bool:
         """Dispatch the next event; ``False`` when there is none."""
         while self._heap:

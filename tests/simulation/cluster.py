@@ -177,7 +177,7 @@ class Cluster:
         while not self._over():
             if self.loop.events > EVENTS_MAX:
                 raise Violation("L1", f"the schedule does not end within {EVENTS_MAX} events")
-            if not self.loop.step():
+            if not self.loop.step() and not all(host.dead or host.ended for host in self.hosts):
                 raise Violation("L1", "nothing will ever happen again")
         self._finish()
         return self.report
@@ -194,6 +194,8 @@ class Cluster:
         host.settle()
 
     def _over(self) -> bool:
+        if self.loop.events & 15 and self.loop.pending:
+            return False
         running = [host for host in self.hosts if not host.dead and not host.ended]
         if not running:
             return True
@@ -212,7 +214,7 @@ class Cluster:
             report.failure = str(failed.cause)
             report.cause_kind = failed.cause.kind.name
             self._check_causes()
-        elif not self.leader.quiescent():
+        elif not self.leader.quiescent() and not any(host.dead for host in self.hosts):
             self.oracle.require(not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed")
             self._check_calm()
             report.calm = True
@@ -278,6 +280,7 @@ class Cluster:
         phase = self.phase()
         if phase != self._phase:
             self._phase = phase
+            self.hosts[0].unpark()
             self.loop.note(-1, "phase", phase)
             if self.faulty:
                 for fault in [fault for fault in self._pending if fault.phase == phase]:
@@ -309,9 +312,16 @@ class Cluster:
             slowest = min((h.step_done for h in self.hosts if not (h.dead or h.ended)), default=op.number)
             return op.number - slowest <= self.plan.window
         if self.loop.now < host.late_until:
+            self.loop.at(host.late_until, host, host.unpark)
             return False
         lag = self.plan.lag * host.stage
         return leader_host.step_done >= op.number + lag or leader_host.ended or op.number == 0 or op.calm
+
+    def wake(self) -> None:
+        """A rank has ended a step, or has ended: others may go on."""
+        for host in self.hosts:
+            if host.parked:
+                host.unpark()
 
     def leader_stepped(self, op: Step) -> None:
         """The leader has ended a step: the first one begins the safety phase, the first calm one ends it."""
@@ -369,6 +379,7 @@ class Cluster:
     def host_failed(self, host: Host) -> None:
         """A rank's coordinator has failed: its engine ends, and all others must learn of it."""
         self.excuses.add((CauseKind.RANK_LOST, host.rank))
+        self.wake()
         self.loop.after(EXIT_GRACE, None, self._exit, host)
 
     def _exit(self, host: Host) -> None:
@@ -378,6 +389,7 @@ class Cluster:
     def host_done(self, host: Host) -> None:
         """A rank's program is over."""
         self.loop.note(host.rank, "done", "")
+        self.wake()
 
 
 def tick(value: int) -> Tick:

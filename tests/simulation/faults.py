@@ -92,6 +92,7 @@ def inject(cluster: Cluster, fault: Fault) -> None:
             for link in host.links.values():
                 link.send(Bye(host.agent.epoch))
             host.ended = True
+            cluster.wake()
         case "diverge":
             host.diverge = True
         case "no_memory":
@@ -123,6 +124,7 @@ def kill(cluster: Cluster, host: Host) -> None:
     """The process of a rank ends at once; what it has sent is still under way, then its links end."""
     host.dead = True
     host.view.gone = True
+    cluster.wake()
     for wire in cluster.wires:
         if wire.source is host:
             wire.end("the process died", eof=True)

@@ -128,6 +128,8 @@ class Host:
         self.resumed_at = 0
         self.late_until = 0
         self.device_free_at = 0
+        self.parked = False
+        """The next step waits for other ranks; :meth:`unpark` goes on."""
         self.step_done = 0
         self.ended = False
         self.diverge = False
@@ -161,6 +163,7 @@ class Host:
         self.agent.leader = leader
         self.leader = leader
         self.replica = replica
+        self.workload.within_reach = self._within_reach
         self.pools: list[ListPool] = list(replica.free_lists)  # type: ignore[arg-type]
         self.heard = dict.fromkeys(links, self.loop.now)
 
@@ -336,7 +339,7 @@ class Host:
             while not self.ended and self.agent.failure is None:
                 op = self.op
                 if isinstance(op, Step) and self._blocked_since is None and not self.cluster.may_step(self, op):
-                    self.loop.after(self.cluster.plan.step_min, self, self.schedule)
+                    self.parked = True
                     return
                 result = self._execute(op)
                 if result is BLOCKED:
@@ -354,6 +357,12 @@ class Host:
         except StopIteration:
             self.ended = True
             self.cluster.host_done(self)
+
+    def unpark(self) -> None:
+        """Another rank has come further."""
+        if self.parked:
+            self.parked = False
+            self.loop.after(self.cluster.plan.step_min // 4, self, self.schedule)
 
     def _block(self) -> None:
         if self._blocked_since is None:
@@ -458,6 +467,13 @@ class Host:
         self.replica.end_op()
         self.cluster.operated(self.rank, "free", tuple(ids.items()))
 
+    def _within_reach(self, needs: dict[int, int]) -> bool:
+        """What the log says; while a limit is in force not everything can be had."""
+        replica = self.replica
+        return replica.limit.limit_bytes > 0 or all(
+            replica.may_grow_to(DomainId(domain), blocks) for domain, blocks in needs.items()
+        )
+
     def _hint(self, blocks: tuple[int, ...], idle: bool) -> None:
         if self.leader is not None:
             self.leader.demand.step_blocks[:] = blocks
@@ -487,6 +503,7 @@ class Host:
                 self.leader.demand.background()
             self.cluster.leader_stepped(op)
         self.step_done = op.number
+        self.cluster.wake()
         self.workload.settled = mark.settled
         self._seen(mark.entries)
         return mark.entries

@@ -123,7 +123,7 @@ class Plan:
     seed: int
     tp: int = 2
     pp: int = 1
-    shape: Shape = Shape((24,), (2,), 40, 1.5, 0.3, 0.5, 0.5, 5, 14, 0.1, 8)
+    shape: Shape = Shape((24,), (2,), 40, 1.5, 0.3, 0.5, 0.5, 5, 14, 0.1)
     ordered: bool = False
     beat: int = 100 * MS
     lease: int = 2 * SECOND
@@ -204,7 +204,7 @@ def draw(seed: int) -> Plan:
     shape = Shape(
         pages=pages,
         blocks_per_page=tuple(random.choice((1, 1, 2, 4)) for _ in range(domains)),
-        steps=random.randint(12, 24) if large else random.randint(25, 60),
+        steps=random.randint(10, 20) if large else random.randint(20, 44),
         ops=random.choice((0.5, 1.0, 2.0)),
         grab=random.choice((0.1, 0.25, 0.6)),
         both=random.choice((0.2, 0.8)),
@@ -212,7 +212,6 @@ def draw(seed: int) -> Plan:
         hold=random.choice((2, 4, 8)),
         busy_steps=random.choice((0, 6, 10, 16)),
         hint=random.choice((0.0, 0.1, 0.4)),
-        calm_steps_min=9,
     )
     slow_net = random.random() < 0.2
     deadline = 300 * MS

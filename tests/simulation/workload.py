@@ -6,7 +6,7 @@ that ranks which agree so far go on agreeing (S5), and a rank that does not is s
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -67,7 +67,6 @@ class Shape:
         hold: allocations that are kept on average.
         busy_steps: length of a busy spell; idle spells are half as long.
         hint: blocks of one step that the engine announces, as a share of a domain.
-        calm_steps_min: steps that the liveness phase waits at least, so that a pause after a refusal is over.
     """
 
     pages: tuple[int, ...]
@@ -80,12 +79,14 @@ class Shape:
     hold: int
     busy_steps: int
     hint: float
-    calm_steps_min: int
 
     def blocks(self, domain: int) -> int:
         """Blocks of a domain, null block included."""
         return self.pages[domain] * self.blocks_per_page[domain]
 
+
+CALM_STEPS_MIN = 7
+"""Engine steps before everything is asked for in the liveness phase: longer than a beat, so that budgets are news."""
 
 SETTLE_STEPS_MAX = 150
 """Engine steps within which everything must have come to rest once faults are over."""
@@ -102,6 +103,8 @@ class Workload:
         self.null: Result = None
         self.settled = False
         """Set by the host after every step, from the mark."""
+        self.within_reach: Callable[[dict[int, int]], bool] = lambda needs: True
+        """Set by the host: whether the applied log says that these blocks could be had; equal on all ranks."""
         self.calm_misses: list[str] = []
         self.quarantined_pages = [0] * len(shape.pages)
 
@@ -172,7 +175,7 @@ class Workload:
         domains = range(len(self.shape.pages))
         while self.live:
             yield from self._free(0)
-        step = yield from self._settle(step, idle=True)
+        step = yield from self._settle(step, idle=True, least=CALM_STEPS_MIN)
         whole = {domain: self._usable(domain) for domain in domains}
         got = yield Alloc(whole)
         if got is None:
@@ -188,11 +191,12 @@ class Workload:
         shape = self.shape
         return (shape.pages[domain] - self.quarantined_pages[domain]) * shape.blocks_per_page[domain] - 1
 
-    def _settle(self, step: int, *, idle: bool) -> Generator[Op, Result, int]:
+    def _settle(self, step: int, *, idle: bool, least: int = 2) -> Generator[Op, Result, int]:
         yield Hint((0,) * len(self.shape.pages), idle)
         self.settled = False
         begun = step
-        while not self.settled or step - begun < self.shape.calm_steps_min:
+        whole = {domain: self._usable(domain) for domain in range(len(self.shape.pages))}
+        while not self.settled or step - begun < least or not (self.live or self.within_reach(whole)):
             if step - begun >= SETTLE_STEPS_MAX:
                 self.calm_misses.append(f"not at rest {SETTLE_STEPS_MAX} steps after the last fault (idle={idle})")
                 break
