@@ -7,9 +7,9 @@ Habits of TCPStore decide how it is used (the contract tests pin the first two):
 - A store object has one lock, so each of these threads has its own connection (``clone``).
 - A blocking wait on several keys cannot tell which one is missing and, given up, needs an answer of the
   server to end; so waits poll.
-- The server looks up the name of every client that connects, in its only thread: with a resolver that does
-  not answer, each new connection stalls all clients for the resolver's time limit (5 s by default). So
-  connections are kept and used again, and deadlines of start-up should be longer than that.
+- Both ends look up host names for every connection, the server in its only thread: a lookup that gets no
+  answer stalls the client, or all clients, for the resolver's time limit (5 s by default). So connections
+  are kept and used again, and deadlines of start-up should be longer than that.
 """
 
 from __future__ import annotations

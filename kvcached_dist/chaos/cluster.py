@@ -6,7 +6,7 @@ supervisor, which takes a spare process in its place. A warm spare costs seconds
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 import uuid
@@ -18,6 +18,8 @@ from ..errors import ConfigError, KVDistError
 from .options import ChaosOptions
 from .rank import Identity, RankProcess
 from .warden import RUN_VARIABLE, Warden
+
+_log = logging.getLogger(__name__)
 
 ACTOR_CPUS: Final = 0.05
 """Share of a core that an actor asks of Ray, so that a whole world fits any machine."""
@@ -41,7 +43,7 @@ class RigError(KVDistError):
     """The test rig failed: Ray, an actor, the host. Says nothing about the product."""
 
 
-class ActorGone(Exception):  # noqa: N818 - news, not an error: half of the faults kill actors
+class ActorGone(Exception):
     """The process of an actor has ended."""
 
 
@@ -205,8 +207,8 @@ class Cluster:
         assert process.identity is not None
         if process.identity.host != self.host:
             raise RigError(
-                f"Ray placed a rank on another host ({process.identity.host}) than the warden ({self.host}), against the"
-                " placement group"
+                f"Ray placed a rank on another host ({process.identity.host}) than the warden ({self.host}), against"
+                " the placement group"
             )
         pids = [other.identity.pid for other in self.processes if other.identity is not None]
         if process.identity.pid in pids:
@@ -288,17 +290,22 @@ class Cluster:
         if not self.ray.is_initialized():
             return
         try:
-            # Without actors to lose, and for a cluster that has gone already, there is nothing left to do.
-            with contextlib.suppress(Exception):
-                for process in [*self.processes, *self._spares]:
-                    self.ray.kill(process.actor)
-                if self._warden is not None:
-                    self.ray.get(self._warden.close.remote(), timeout=CALL_S)
-                    self.ray.kill(self._warden)
-                if self._group is not None:
-                    self.ray.util.remove_placement_group(self._group)
+            self._close_actors()
+        except (self.ray.exceptions.RayError, ConnectionError) as error:
+            _log.warning("event=cluster_not_closed error=%s", " ".join(str(error).split())[:300])
         finally:
             self.ray.shutdown()
+
+    def _close_actors(self) -> None:
+        for process in [*self.processes, *self._spares]:
+            self.ray.kill(process.actor)
+        if self._warden is not None:
+            left = self.ray.get(self._warden.close.remote(), timeout=CALL_S)
+            if left:
+                _log.warning("event=directory_left path=%s", left)
+            self.ray.kill(self._warden)
+        if self._group is not None:
+            self.ray.util.remove_placement_group(self._group)
 
 
 __all__ = ["ActorGone", "Cluster", "Process", "RigError"]

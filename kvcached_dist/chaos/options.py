@@ -54,8 +54,11 @@ class ChaosOptions:
 
     @property
     def growth_deadline_s(self) -> float:
-        """Deadline of a growth; in the same proportion to the lease as in the replay."""
-        return 0.4 * self.lease_s
+        """Deadline of a growth: that of the replay, and short enough for a short lease.
+
+        A follower waits a lease for the leader's verdict, and the leader a deadline and two queries for its answers.
+        """
+        return min(2.0, (0.4 if self.lease_s >= 5 else 0.25) * self.lease_s)
 
     @property
     def call_bound_s(self) -> float:

@@ -230,10 +230,9 @@ def _fault(kind: Kind, cell: str, context: _Context) -> Fault:
             ms = 1000 * context.growth_deadline_s * context.random.choice((0.5, 1.3))
             spec = FaultSpec(context.any_rank(), "slow", context.random.randint(1, 3), at=cell, ms=round(ms))
         case Kind.SLOW_DRIVER:
-            ms = context.random.randint(20, 200)
-            spec = FaultSpec(
-                context.any_rank(), "slow", context.random.randint(1, 20), context.random.randint(1, 4), call=cell, ms=ms
-            )
+            ms, count = context.random.randint(20, 200), context.random.randint(1, 4)
+            nth = context.random.randint(1, 20)
+            spec = FaultSpec(context.any_rank(), "slow", nth, count, call=cell, ms=ms)
         case _ if kind.value.startswith("drop "):
             message = kind.value.removeprefix("drop ")
             spec = FaultSpec(context.any_rank(), "drop", context.random.randint(1, 3), message=message)

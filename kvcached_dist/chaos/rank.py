@@ -246,7 +246,7 @@ class RankProcess:
             stage=self._model.stage(world.pp_rank, options.pp),
             device=device,
             config=options.config(seat.run_dir),
-            store=store,
+            store=store,  # type: ignore[arg-type]
             session=seat.session,
             faults=FaultPlan(open=True),
         )

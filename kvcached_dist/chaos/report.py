@@ -122,6 +122,8 @@ class Report:
         found += self.violations
         found += [f"orphan: {text}" for text in self.orphans]
         found += [f"left-over file: {name}" for name in self.files]
+        if self.leaked_bytes:
+            found.append(f"{self.leaked_bytes} bytes leaked")
         if self.unanswered:
             found.append(f"{self.unanswered} requests without an answer")
         return found

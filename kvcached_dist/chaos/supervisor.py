@@ -221,9 +221,9 @@ class Supervisor:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise BrokenWorldError([f"L2: ranks {sorted(missing)} knew nothing {bound_s + SLACK_S:g} s after it"])
-            for reference in self._cluster.finished([self._works[rank] for rank in missing], left):
-                rank = next(rank for rank in missing if self._works[rank] == reference)
-                works[rank] = self._result(rank)
+            references = {self._works[rank]: rank for rank in missing}
+            for reference in self._cluster.finished(list(references), left):
+                works[references[reference]] = self._result(references[reference])
         return works
 
     def _result(self, rank: int) -> Work:
@@ -255,8 +255,10 @@ class Supervisor:
             if work.problem is None or work.problem.kind not in ("GroupFailed", "RankLost"):
                 outcome.violations.append(f"S8: rank {fault.rank} woke up and was not fenced: {work.problem}")
             elif late > bound_s:
-                outcome.violations.append(f"L1: rank {fault.rank} knew {late:.2f} s after it woke up, bound {bound_s:g} s")
-            outcome.violations += [text for text in check_work(work, float("inf"))]
+                outcome.violations.append(
+                    f"L1: rank {fault.rank} knew {late:.2f} s after it woke up, bound {bound_s:g} s"
+                )
+            outcome.violations += check_work(work, float("inf"))
             self._leave_one(victim, outcome.violations)
         except (ActorGone, TimeoutError) as error:
             outcome.violations.append(f"L1: rank {fault.rank} did not come out of its work after it woke up: {error}")
@@ -315,7 +317,9 @@ class Supervisor:
             try:
                 entered.append(self._cluster.get(reference, max(0.1, deadline - time.monotonic())))
             except (ActorGone, TimeoutError) as error:
-                raise BrokenWorldError([f"L1: rank {rank} did not come back from its start or rejoin: {error}"]) from error
+                raise BrokenWorldError(
+                    [f"L1: rank {rank} did not come back from its start or rejoin: {error}"]
+                ) from error
         return entered
 
     def _begin(self, entered: list[Entered]) -> float:

@@ -192,9 +192,7 @@ class Warden:
     def files(self) -> list[str]:
         """Files that ranks have left in the run's directory; those of the rig itself do not count."""
         own = {JOURNAL_FILE, BOARD_FILE}
-        return sorted(
-            name for name in os.listdir(self.run_dir) if name not in own and not name.startswith(CARD_PREFIX)
-        )
+        return sorted(name for name in os.listdir(self.run_dir) if name not in own and not name.startswith(CARD_PREFIX))
 
     def close(self) -> list[str]:
         """End the store server and remove the run's directory.

@@ -273,7 +273,7 @@ class Workload:
         """One engine step; whether nothing is left to be given back."""
         busy = bool(self._queue)
         self._coordinator.idle(not busy)
-        self._coordinator.demand({name: STEP_BLOCKS if busy else 0 for name in self._names})
+        self._coordinator.demand(dict.fromkeys(self._names, STEP_BLOCKS if busy else 0))
         for live in [live for live in self._live.values() if self.step - live.since >= live.request.lifetime]:
             self._answer(live)
         for live in self._live.values():

@@ -23,6 +23,7 @@ PROGRAM: Final = "kvcached-dist"
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "chaos": "Kill, stop and refuse ranks of a world of Ray actors by a plan, and check what comes of it.",
         "replay": "Replay a serving trace on several processes and show what elastic memory saves.",
         "status": "Show the memory, health and counters of every rank of all engines on this host.",
     }

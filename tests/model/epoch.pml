@@ -186,7 +186,7 @@ inline change_epoch() {
     FOREACH(x, N)
         if
         :: x > 0 ->
-            emptied[x] = (status[x] == RESTARTED);
+            emptied[x] = emptied[x] || status[x] == RESTARTED;  /* until its own JOINED */
 #ifdef GAP_MARKS_ON_LINK
             do
             :: len(stream[x]) > 0 -> stream[x]?_, t, _; flying[t]--
@@ -195,6 +195,14 @@ inline change_epoch() {
 #endif
             if :: emptied[x] -> passed_over[x] = len(stream[x]); known[x] = epoch :: else fi;
             status[x] = UP;
+            do                  /* of a link two epochs old nothing is left */
+            :: len(down[LINK(x, epoch)]) > 0 -> down[LINK(x, epoch)]?_, _, t, _; flying[t]--
+            :: len(down[LINK(x, epoch)]) == 0 -> break
+            od;
+            do
+            :: len(up[LINK(x, epoch)]) > 0 -> up[LINK(x, epoch)]?_, _, t, _; flying[t]--
+            :: len(up[LINK(x, epoch)]) == 0 -> break
+            od;
             snapshot_index[x] = next_index; snapshot_published[x] = published[0];
             snapshot_retired[x] = retired[0];
             down[LINK(x, epoch)]!SNAPSHOT, epoch, txn, state; flying[txn]++

@@ -41,7 +41,8 @@ bit  mapped[N] = 1;
 bit  busy[N];                   /* a launched batch that touches the run has not finished */
 #ifdef LOSS
 mtype table[N] = NOTHING;
-bit lost;
+bit lost;                       /* the last answer of rank N - 1 was lost */
+bit overdue;                    /* the drain deadline has passed: cancel at the next mark */
 #endif
 
 #define NONE 0                  /* no entry, no operation */
@@ -74,7 +75,12 @@ bit lost;
 
 inline send_down(r, kind) { down[r]!kind, txn; flying[txn]++ }
 inline broadcast(kind) { yes = 0; FOREACH(x, N) send_down(x, kind); END(x) }
-inline close_transaction() { phase = IDLE; yes = 0; txn = (txn + 1) % NUMBERS }
+inline close_transaction() {
+#ifdef LOSS
+    overdue = 0;
+#endif
+    phase = IDLE; yes = 0; txn = (txn + 1) % NUMBERS
+}
 
 inline check_at_rest() {
     if
@@ -110,6 +116,12 @@ inline step(r, entry, t, op) {
     fi
 }
 
+#if defined(LOSS) && !defined(MUTANT_M4_NEVER_CANCELLED)
+#define OVERDUE (phase == DRAINING && overdue)
+#else
+#define OVERDUE false
+#endif
+
 /* The leader's scheduler. Steps without entry and operation would change nothing and are left out. */
 proctype LeaderScheduler() {
     byte x, t;
@@ -126,12 +138,12 @@ proctype LeaderScheduler() {
         :: phase == IDLE && backed && published[0] && !used[0] && flying[txn] == 0 -> entry = RETIRE
 #endif
 #if !defined(MUTANT_RETIRE_LOCAL) && !defined(MUTANT_M4_NEVER_CANCELLED)
-        :: phase == DRAINING -> entry = UNRETIRE        /* a shortage, or the drain deadline */
+        :: phase == DRAINING -> entry = UNRETIRE        /* a shortage cancels the retirement */
 #endif
 #ifdef MUTANT_M4_LATE_UNRETIRE
         :: phase == UNMAPPING -> entry = UNRETIRE
 #endif
-        :: phase != READY
+        :: phase != READY && !OVERDUE
         fi;
         if
         :: entry == PUBLISH -> FOREACH(x, N) REQUIRE(S3, mapped[x]); END(x); close_transaction()
@@ -323,6 +335,9 @@ end: do
     :: d_step { LOCAL_DONE && (phase == UNMAPPING || phase == RESTORING || phase == GROWING) &&
                 !HAS(yes, N - 1) && len(down[N - 1]) + len(up[N - 1]) == 0 ->
         take(N - 1, table[N - 1]) }
+    :: d_step { LOCAL_DONE && phase == DRAINING && !overdue &&
+                !HAS(yes, N - 1) && drained[N - 1] && len(up[N - 1]) == 0 ->
+        overdue = 1 }
     :: d_step { LOCAL_DONE && phase == RELEASING &&
                 !HAS(yes, N - 1) && len(down[N - 1]) + len(up[N - 1]) == 0 ->
         send_down(N - 1, RELEASE) }

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from . import mutants
+from . import mutants, runner
 from .runner import (
     EVENTS_MEDIAN_MIN,
     FULL_TABLE_FROM,
@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", default="", help="kinds of small random faults to leave out of a replay")
     parser.add_argument("--steps", type=int, default=0, help="engine steps of a replay")
     parser.add_argument("--lines", type=int, default=80, help="lines of trace that a replay prints")
+    parser.add_argument("--first", action="store_true", help="end at the first violation, without reducing it")
     parser.add_argument("--mutants", action="store_true", help="break the core in known ways; every break must be found")
     parser.add_argument("--only", default="", help="with --mutants: names that contain this")
     return parser
@@ -104,16 +105,24 @@ def main(arguments: list[str] | None = None) -> int:
         return _replay(parsed)
     begun = time.monotonic()
     until = None if parsed.hours is None else begun + parsed.hours * 3600
-    last = begun
+    last, told = begun, 0
 
     def progress(summary: Summary) -> None:
-        nonlocal last
+        nonlocal last, told
+        for failure in summary.failures[told:]:
+            print(f"violation, {failure.variant.command()}: {failure.text[:200]}", file=sys.stderr)
+        told = len(summary.failures)
         if time.monotonic() - last >= PROGRESS_S:
             last = time.monotonic()
             rate = summary.schedules / (last - begun)
             print(f"{summary.schedules} schedules, {rate:.0f}/s, {len(summary.failures)} violations", file=sys.stderr)
 
+    if parsed.first:
+        runner.FAILURES_MAX = 1
     summary = run_many(parsed.seed, parsed.schedules, until=until, jobs=parsed.jobs, on_progress=progress)
+    if parsed.first and summary.failures:
+        print(f"VIOLATION {summary.failures[0].text}\n  again: {summary.failures[0].variant.command()}")
+        return 1
     return _conclude(summary, None if until is not None else parsed.schedules, time.monotonic() - begun)
 
 

@@ -1,2 +1,452 @@
+"""One-line breaks of the protocol. Each must be found by the simulation or by a scenario, and says which rule it breaks.
+
+A mutant is data: a file, a text that stands in it exactly once, and what to put in its place. It is applied to a copy
+of the package in a temporary folder, where the directed schedules, random ones and the scenario files are run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RANDOM_SCHEDULES = 700
+"""Random schedules that a mutant has to survive, after the directed ones, to count as not found."""
+
+TIMEOUT_S = 420
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One break.
+
+    Attributes:
+        name: short and unique.
+        rule: the rule it breaks (M1 to M9, S.., L..) or the wrong variant of the protocol it is.
+        file: below the root of the project.
+        old: text that stands there exactly once.
+        new: what replaces it.
+    """
+
+    name: str
+    rule: str
+    file: str
+    old: str
+    new: str
+
+
+_CORE = "coord/core/"
+
+MUTANTS = (
+    # ------------------------------------------------------------------ wrong variants of the protocol
+    Mutant(
+        "publish-after-reserve",
+        "S2: mapping in the commit instead of before it",
+        _CORE + "leader.py",
+        "                self._enter(TxnStep.MAPPING)\n",
+        "                self._enter(TxnStep.MAPPING)\n                self._mapped(txn)\n                return\n",
+    ),
+    Mutant(
+        "no-txn-check",
+        "S3: answers without a transaction number",
+        _CORE + "leader.py",
+        "if txn is None or message.txn != txn.txn or txn.step is not expected or rank not in txn.waiting:",
+        "if txn is None or txn.step is not expected or rank not in txn.waiting:",
+    ),
+    Mutant(
+        "abort-not-to-peers-of-the-refusing",
+        "S7: a failure is not told to those who reserved",
+        _CORE + "leader.py",
+        "self._broadcast(lambda: Abort(self.epoch, txn.txn))",
+        "self._send(cause.rank, Abort(self.epoch, txn.txn))",
+    ),
+    Mutant(
+        "participant-epoch-unchecked",
+        "S8: frames of an older epoch are accepted",
+        _CORE + "participant.py",
+        "if message.epoch != self.epoch:",
+        "if message.epoch > self.epoch:",
+    ),
+    Mutant(
+        "leader-epoch-unchecked",
+        "S8: answers of an older epoch are accepted",
+        _CORE + "leader.py",
+        "if message.epoch != self.epoch or not self.active:",
+        "if message.epoch > self.epoch or not self.active:",
+    ),
+    Mutant(
+        "unmap-without-drain",
+        "S4: shrinking without draining",
+        _CORE + "participant.py",
+        "        self._out.append(TakeFence(txn))\n",
+        "        self.on_fence(txn, 0)\n",
+    ),
+    # ------------------------------------------------------------------ rules M1 to M9
+    Mutant(
+        "M3-abort-after-map",
+        "M3: a deadline aborts a MAP",
+        _CORE + "silence.py",
+        "        txn.late = True\n        pending.queries = 0\n",
+        "        leader.abort(Cause(CauseKind.DEADLINE, rank, 'late'))\n        return\n        pending.queries = 0\n",
+    ),
+    Mutant(
+        "M3-aborted-retry-forgets-retained",
+        "M3: after an aborted retry the runs count as absent",
+        _CORE + "leader.py",
+        "        if txn.adopted:\n            self._become(txn.runs, PageState.RETAINED)",
+        "        if False:\n            self._become(txn.runs, PageState.RETAINED)",
+    ),
+    Mutant(
+        "M3-abort-takes-retained",
+        "M3: ABORT treats adopted runs as its own",
+        _CORE + "participant.py",
+        "TxnPhase.RUNNING, adopted=adopted)",
+        "TxnPhase.RUNNING, adopted=False)",
+    ),
+    Mutant(
+        "M4-unretire-after-unmap",
+        "M4: a retirement is cancelled after UNMAP",
+        _CORE + "leader.py",
+        'require(txn.step is TxnStep.DRAINING, "S4"',
+        'require(True, "S4"',
+    ),
+    Mutant(
+        "M4-unmap-with-one-drained",
+        "M4: UNMAP when the first rank has drained",
+        _CORE + "leader.py",
+        "                txn.lag_steps = max(txn.lag_steps, lag)\n",
+        "                txn.lag_steps = max(txn.lag_steps, lag)\n                txn.waiting.clear()\n",
+    ),
+    Mutant(
+        "M5-retire-without-looking",
+        "M5: RETIRE of runs that are not free at that point",
+        _CORE + "reclaim.py",
+        "if fits and free_list.run_is_free(run.first, run.count):",
+        "if fits:",
+    ),
+    Mutant(
+        "M6-growable-rises-at-retire",
+        "M6: GROWABLE rises at RETIRE",
+        _CORE + "demand.py",
+        "        opened = leader.tables[domain].count(PageState.OPEN)\n",
+        "        opened = leader.tables[domain].count(PageState.OPEN)"
+        " + leader.tables[domain].count(PageState.RETIRING)\n",
+    ),
+    Mutant(
+        "M6-growable-falls-late",
+        "M6: GROWABLE does not fall in the mark of the PUBLISH",
+        _CORE + "demand.py",
+        "            if blocks < logged or blocks - logged >= slack:\n",
+        "            if blocks < logged - 2 or blocks - logged >= slack:\n",
+    ),
+    Mutant(
+        "M7-retry-before-all-answered",
+        "M7: a retry starts while a late rank still maps",
+        _CORE + "leader.py",
+        "                txn.cause = txn.cause or cause\n            case UnmapFailed(cause=cause):",
+        "                txn.cause = txn.cause or cause\n                txn.waiting.clear()\n"
+        "            case UnmapFailed(cause=cause):",
+    ),
+    Mutant(
+        "M7-one-mapped-is-enough",
+        "S2: published when the first rank has mapped",
+        _CORE + "leader.py",
+        "            case Released(handles=handles):\n                self.peers[rank].handles = handles\n",
+        "            case Released(handles=handles):\n                self.peers[rank].handles = handles\n"
+        "            case TxnMessage() if txn.step is TxnStep.MAPPING:\n                txn.waiting.clear()\n",
+    ),
+    Mutant(
+        "M8-restore-only-the-failed",
+        "M8: RESTORE goes to the failed rank alone",
+        _CORE + "leader.py",
+        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n",
+        "                txn.waiting = {rank: txn.waiting[rank]}\n                self._send(rank, Restore(self.epoch, txn.txn))\n",
+    ),
+    Mutant(
+        "M8-publish-before-restored",
+        "M8: PUBLISH before every rank has restored",
+        _CORE + "leader.py",
+        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n                return\n",
+        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n                self._restored(txn)\n"
+        "                return\n",
+    ),
+    Mutant(
+        "M8-release-failure-forgotten",
+        "M8: a handle that could not be released leaves the count",
+        _CORE + "leader.py",
+        "                self._retry_release(rank, txn, cause)\n                return\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "M9-release-after-first-unmapped",
+        "M9: RELEASE before all have unmapped",
+        _CORE + "leader.py",
+        "            case UnmapFailed(cause=cause):\n",
+        "            case Unmapped():\n                txn.waiting.clear()\n            case UnmapFailed(cause=cause):\n",
+    ),
+    # ------------------------------------------------------------------ details that were once wrong, or nearly
+    Mutant(
+        "adopt-half-a-batch",
+        "S6: a smaller request adopts a part of retained runs",
+        _CORE + "demand.py",
+        "            leader.open_grow(retry.runs, foreground=waiting is not None, retry=retry)\n",
+        "            leader.open_grow(retry.runs[:1], foreground=waiting is not None, retry=retry)\n",
+    ),
+    Mutant(
+        "second-map",
+        "S9: a lost answer makes a second MAP",
+        _CORE + "silence.py",
+        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries))\n",
+        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries)\n"
+        "            if txn.step is not TxnStep.MAPPING else __import__('kvcached_dist.coord.core.messages',"
+        " fromlist=['Map']).Map(leader.epoch, txn.txn))\n",
+    ),
+    Mutant(
+        "duplicate-map-works-again",
+        "S9: a repeated MAP is done again",
+        _CORE + "participant.py",
+        "        if WorkKind.MAP in record.issued:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "duplicate-unmap-works-again",
+        "S9: a repeated UNMAP is done again",
+        _CORE + "participant.py",
+        "        if WorkKind.UNMAP in record.issued:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "duplicate-reserve-works-again",
+        "S9: a repeated RESERVE is done again",
+        _CORE + "participant.py",
+        "        if message.txn in self._records:\n            self._answer_again(message.txn)\n            return\n",
+        "",
+    ),
+    Mutant(
+        "duplicate-answer-counts-twice",
+        "S9: an answer counts although it is not awaited",
+        _CORE + "leader.py",
+        "txn.step is not expected or rank not in txn.waiting:",
+        "txn.step is not expected:",
+    ),
+    Mutant(
+        "abort-keeps-the-handles",
+        "L3: an aborted reservation is not released",
+        _CORE + "participant.py",
+        "        self._issue(record, WorkKind.ABORT)\n",
+        "",
+    ),
+    Mutant(
+        "abort-frees-the-runs-late",
+        "S6: the next RESERVE meets the runs of an ABORT that is under way",
+        _CORE + "participant.py",
+        "        if not record.adopted:\n            self._become(record.runs, None)\n        self._issue(record, WorkKind.ABORT)",
+        "        self._issue(record, WorkKind.ABORT)",
+    ),
+    Mutant(
+        "beat-counts-reserved",
+        "S10: a beat from before the ABORT is compared with the count after it",
+        _CORE + "participant.py",
+        "busy = any(record.queued or record.phase is TxnPhase.RESERVED for record",
+        "busy = any(record.queued for record",
+    ),
+    Mutant(
+        "reserve-overtakes-unretire",
+        "M4: adopting retained runs whose UNRETIRE is still in the stream",
+        _CORE + "participant.py",
+        "        self._adopt_cancelled(message.runs)\n",
+        "",
+    ),
+    Mutant(
+        "failed-rank-is-not-told",
+        "L2: the rank whose answer is missing lives and is not told",
+        _CORE + "leader.py",
+        "            if rank != LEADER:\n                self._send(Rank(rank), Fail(self.epoch, cause))",
+        "            if rank != LEADER and rank != cause.rank:\n                self._send(Rank(rank), Fail(self.epoch, cause))",
+    ),
+    Mutant(
+        "two-transactions",
+        "S6: a grow opens while a reclaim is under way",
+        _CORE + "demand.py",
+        "        if leader.txn is not None or not leader.active or leader.quiescent():\n            return\n",
+        "        if not leader.active or leader.quiescent():\n            return\n",
+    ),
+    Mutant(
+        "null-page-retires",
+        "S3: the null page is given back",
+        _CORE + "reclaim.py",
+        "fits = run.first > 0 and may_retire",
+        "fits = may_retire",
+    ),
+    Mutant(
+        "no-lease",
+        "L2: silence for a lease goes unnoticed",
+        _CORE + "silence.py",
+        "silent > leader.policy.lease:",
+        "silent > 100 * leader.policy.lease:",
+    ),
+    Mutant(
+        "no-deadline-for-an-operation",
+        "L1: an operation waits for as long as the work takes",
+        _CORE + "demand.py",
+        "elif leader.now >= waiting.deadline or (txn is not None and txn.late) or waiting.refusals >= REFUSALS_MAX:",
+        "elif waiting.refusals >= REFUSALS_MAX:",
+    ),
+    Mutant(
+        "drain-never-cancelled",
+        "L1: a shortage waits for a retirement to drain",
+        _CORE + "demand.py",
+        '            leader.cancel_retirement("an operation needs the blocks")\n            self.advance()\n',
+        "            pass\n",
+    ),
+    Mutant(
+        "reserve-only-ever-refused",
+        "L5: nothing is ever affordable again after a refusal",
+        _CORE + "policy.py",
+        "        return now < self.until\n",
+        "        return self.until > 0\n",
+    ),
+    # ------------------------------------------------------------------ the applying of marks
+    Mutant(
+        "entries-apply-twice",
+        "S12: an entry of a mark is applied twice",
+        "kvcached_dist/agent.py",
+        "        for entry in mark.entries:\n            self._apply_entry(entry)\n",
+        "        for entry in (*mark.entries, *mark.entries[:1]):\n            self._apply_entry(entry)\n",
+    ),
+    Mutant(
+        "mark-unchecked",
+        "S5: a mark is applied without comparing the digest",
+        "kvcached_dist/agent.py",
+        "        self.replica.check(mark)\n",
+        "",
+    ),
+    Mutant(
+        "digest-without-counts",
+        "S5: the digest does not see how much was taken",
+        _CORE + "replica.py",
+        "_OP.pack(kind, domain, blocks, available, ids_crc)",
+        "_OP.pack(kind, domain, 0, 0, 0)",
+    ),
+    Mutant(
+        "retire-leaves-the-free-list",
+        "S4: RETIRE does not take the runs out of the free list",
+        _CORE + "replica.py",
+        "            free_list.retire(run.first, run.count)\n",
+        "",
+    ),
+    Mutant(
+        "publish-on-arrival",
+        "S5: a rank publishes when its own MAP is done",
+        "kvcached_dist/agent.py",
+        "                self.participant.publish(txn, runs)\n                self.replica.apply(entry)\n                self._pass",
+        "                self.replica.apply(entry)\n                self._pass",
+    ),
+    Mutant(
+        "unretire-is-physical-only",
+        "S5: UNRETIRE does not give the blocks back",
+        "kvcached_dist/agent.py",
+        "                self.participant.unretire(txn)\n                self.replica.apply(entry)\n",
+        "                self.participant.unretire(txn)\n                self.replica.next_index += 1\n",
+    ),
+)
+
+_RANK_LOCAL = Mutant(
+    "retire-from-a-rank-local-view",
+    "M5: a rank decides with its own free list which runs to retire",
+    _CORE + "replica.py",
+    "            free_list = self.free_lists[run.domain]\n            require(",
+    "            free_list = self.free_lists[run.domain]\n"
+    "            if self.rank > 0 and free_list.available() < 4:\n                continue\n            require(",
+)
+
+ALL = (*MUTANTS, _RANK_LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a mutant: by what it was found, and how fast."""
+
+    mutant: Mutant
+    found_by: str
+    seconds: float
+
+
+def apply(mutant: Mutant, root: Path) -> None:
+    """Change one file below ``root``.
+
+    Raises:
+        ValueError: the text does not stand there exactly once.
+    """
+    path = root / mutant.file
+    text = path.read_text()
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"mutant {mutant.name}: its text stands {count} times in {mutant.file}")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def copy_project(target: Path) -> None:
+    """What the simulation needs: the package without its build, and the tests."""
+    skip = shutil.ignore_patterns("__pycache__", "*.so", "coord")
+    shutil.copytree(ROOT / "kvcached_dist", target / "kvcached_dist", ignore=skip)
+    shutil.copytree(ROOT / "coord", target / "coord", ignore=shutil.ignore_patterns("__pycache__"))
+    (target / "kvcached_dist" / "coord").symlink_to(Path("..") / "coord")
+    for folder in ("simulation", "scenarios"):
+        shutil.copytree(ROOT / "tests" / folder, target / "tests" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (target / "tests" / "__init__.py").touch()
+
+
+def run_one(mutant: Mutant) -> Verdict:
+    """Apply a mutant to a copy and look for it."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvcached-mutant-") as name:
+        root = Path(name)
+        copy_project(root)
+        apply(mutant, root)
+        environment = {**os.environ, "PYTHONPATH": name, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        found = "NOT FOUND"
+        for what, arguments in (
+            ("scenario", ["-m", "tests.scenarios"]),
+            ("simulation", ["-m", "tests.simulation", "--jobs", "1", "--schedules", str(RANDOM_SCHEDULES), "--first"]),
+        ):
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-S", *arguments],
+                    cwd=root,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                found = f"{what}: did not end"
+                break
+            if done.returncode:
+                hit = re.search(r"^(?:VIOLATION|DIFFERS) (.*)$", done.stdout, flags=re.MULTILINE)
+                found = f"{what}: {hit.group(1)[:90] if hit else done.stderr.strip()[-90:]}"
+                break
+    return Verdict(mutant, found, time.monotonic() - begun)
+
+
 def run_all(only: str, jobs: int) -> int:
-    return 0
+    """Run the mutants whose name contains ``only``; exit status 0 when every one was found."""
+    chosen = [mutant for mutant in ALL if only in mutant.name]
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        verdicts = []
+        for verdict in pool.map(run_one, chosen):
+            verdicts.append(verdict)
+            print(f"{verdict.mutant.name:38} {verdict.seconds:6.1f} s  {verdict.found_by}", flush=True)
+    missed = [verdict.mutant for verdict in verdicts if verdict.found_by == "NOT FOUND"]
+    print(f"mutants={len(chosen)} found={len(chosen) - len(missed)} missed={[mutant.name for mutant in missed]}")
+    return 1 if missed or not chosen else 0

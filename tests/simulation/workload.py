@@ -172,11 +172,10 @@ class Workload:
     # ------------------------------------------------------------------ the calm part (liveness)
 
     def _calm(self, step: int) -> Program:
-        domains = range(len(self.shape.pages))
         while self.live:
             yield from self._free(0)
         step = yield from self._settle(step, idle=True, least=CALM_STEPS_MIN)
-        whole = {domain: self._usable(domain) for domain in domains}
+        whole = self._whole()
         got = yield Alloc(whole)
         if got is None:
             self.calm_misses.append(f"{whole} blocks, all that can be had, are a miss")
@@ -187,16 +186,16 @@ class Workload:
             yield from self._free(0)
         yield from self._settle(step, idle=True)
 
-    def _usable(self, domain: int) -> int:
-        shape = self.shape
-        return (shape.pages[domain] - self.quarantined_pages[domain]) * shape.blocks_per_page[domain] - 1
+    def _whole(self) -> dict[int, int]:
+        """Everything that can be had: all blocks but the null block and those of quarantined pages."""
+        sizes = zip(self.shape.pages, self.quarantined_pages, self.shape.blocks_per_page, strict=True)
+        return {domain: (pages - bad) * size - 1 for domain, (pages, bad, size) in enumerate(sizes)}
 
     def _settle(self, step: int, *, idle: bool, least: int = 2) -> Generator[Op, Result, int]:
         yield Hint((0,) * len(self.shape.pages), idle)
         self.settled = False
         begun = step
-        whole = {domain: self._usable(domain) for domain in range(len(self.shape.pages))}
-        while not self.settled or step - begun < least or not (self.live or self.within_reach(whole)):
+        while not self.settled or step - begun < least or not (self.live or self.within_reach(self._whole())):
             if step - begun >= SETTLE_STEPS_MAX:
                 self.calm_misses.append(f"not at rest {SETTLE_STEPS_MAX} steps after the last fault (idle={idle})")
                 break
