@@ -428,5 +428,23 @@ class BlockPool:
             ValueError: an id is out of range, not published, free, or named twice; nothing was freed.
         """
 
+    def free_at(self, address: int, count: int) -> None:
+        """The same for ``count`` int64 ids at an address, which the caller vouches for: a tensor converts slower.
+
+        Raises:
+            ValueError: as :meth:`free`.
+        """
+
+    def pin(self, block: int) -> None:
+        """Never take this block back: naming it in ``free`` is an error. One block per pool.
+
+        Raises:
+            ValueError: the block is not in use.
+        """
+
+    @property
+    def ids_digest(self) -> int:
+        """32 bits that depend on the ids of the last successful ``alloc`` or ``free`` and on their order."""
+
     def reset(self) -> None:
         """Make every block of the published pages free again."""

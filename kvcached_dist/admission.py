@@ -40,7 +40,10 @@ _HOLDER_OFFSET: Final = 0
 _WAITER_OFFSET: Final = _RECORD.size
 _MODE: Final = 0o660
 POLL_S: Final = 0.001
-"""How often a waiter looks; up to half of it again is added as jitter."""
+"""How often a waiter looks in the long run; up to half of it again is added as jitter."""
+FIRST_POLL_S: Final = 0.00003
+"""Its first pause. A turn is mostly shorter than ``POLL_S``, and every rank of a card that waits adds its pause to
+the growth of all of them; so the pauses follow the time waited and lengthen it by an eighth at most."""
 YIELD_S: Final = 10 * POLL_S
 """How long the last holder steps back at most for somebody who waits; less as soon as they have had their turn."""
 _WAITER_FRESH_NS: Final = 20_000_000
@@ -144,7 +147,8 @@ class AdmissionTurn:
                         _write(fd, _WAITER_OFFSET, 0, 0)
                     raise self._timeout(fd, now - started)
                 _write(fd, _WAITER_OFFSET, self._token, time.monotonic_ns())
-                self._sleep(min(POLL_S * (1 + self._random.random() / 2), deadline - now))
+                pause = min(max(FIRST_POLL_S, (now - started) / 8), POLL_S)
+                self._sleep(min(pause * (1 + self._random.random() / 2), deadline - now))
         except BaseException:
             os.close(fd)
             raise

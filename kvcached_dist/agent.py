@@ -43,7 +43,10 @@ MARKS_MAX = 65536
 """Marks a follower may hold that its engine has not reached; more means the engine has stopped stepping."""
 
 FENCE_POLL_S = 0.001
-"""Pause of the clock while a fence has not passed."""
+"""Longest pause of the clock while a fence has not passed."""
+
+FENCE_FIRST_POLL_S = 0.00005
+"""Its first pause; the pauses double. A fence behind work that is nearly done passes within microseconds."""
 
 CLOCK_PAUSE_MAX_S = 0.05
 """Longest pause of the clock, so that deadlines are seen in time whatever the beat is."""
@@ -158,6 +161,8 @@ class Agent:
         self._faults = faults
         self._make_fence = make_fence
         self._on_beat = on_beat
+        self.is_down = False
+        """Whether :meth:`raise_if_failed` would raise: a plain attribute, because every operation looks at it."""
         self._failure: GroupFailed | None = None
         self._lost: Cause | None = None
         self._marks: deque[Mark] = deque()
@@ -166,6 +171,8 @@ class Agent:
         self._work: deque[Work] = deque()
         self._work_ready = threading.Event()
         self._work_turn = threading.Lock()
+        self._work_is_ours = False
+        self._awaited: Callable[[], bool] | None = None
         self._clock_wake = threading.Event()
         self._closing = threading.Event()
         self._left: set[Rank] = set()
@@ -261,7 +268,27 @@ class Agent:
                 self.raise_if_failed()
             finally:
                 self._guarded(self._route)
-                self.changed.notify_all()
+                self._wake()
+
+    def wait(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        """Sleep until ``reached()``, a failure, or the timeout; may return earlier, so the caller looks again.
+
+        Events that do not lead there leave the caller asleep: each awakening would take the interpreter from the
+        thread that is in the middle of an answer.
+
+        Threads: the scheduler's, with the lock held and released meanwhile.
+        """
+        self._awaited = reached
+        try:
+            self.changed.wait(timeout_s)
+        finally:
+            self._awaited = None
+
+    def _wake(self) -> None:
+        """Lock held: wake whoever waits, unless it is the scheduler and what it waits for has not come."""
+        reached = self._awaited
+        if reached is None or self._failure is not None or self._lost is not None or reached():
+            self.changed.notify_all()
 
     # ------------------------------------------------------------------ news from links
 
@@ -272,7 +299,7 @@ class Agent:
                 return
             self._guarded(lambda: self._deliver(peer, message))
             self._guarded(self._route)
-            self.changed.notify_all()
+            self._wake()
 
     def on_link_down(self, peer: Rank, down: LinkDown) -> None:
         """A link has ended. Threads: the link's reader or writer."""
@@ -286,7 +313,7 @@ class Agent:
                 self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
             self._left.add(peer)
             self._guarded(self._route)
-            self.changed.notify_all()
+            self._wake()
 
     def _deliver(self, peer: Rank, message: Message) -> None:
         if isinstance(message, Bye):
@@ -336,7 +363,7 @@ class Agent:
                 what = f"no mark for {kind.name.lower()} {position} for {wait_s:.1f} s"
                 self._set_failure(Cause(CauseKind.RANK_HUNG, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
-            self.changed.wait(min(left, 0.5))
+            self.wait(lambda: bool(self._marks), min(left, 0.5))
         self.raise_if_failed()
         mark = self._marks.popleft()
         if (mark.kind, mark.position) != (kind, position):
@@ -396,7 +423,8 @@ class Agent:
                 self._send_to(to, message)
             case Work():
                 self._work.append(effect)
-                self._work_ready.set()
+                if not self._work_is_ours:
+                    self._work_ready.set()
             case TakeFence(txn=txn):
                 self._take_fence(txn)
             case Note(text=text):
@@ -460,6 +488,7 @@ class Agent:
         if self._failure is not None:
             return
         self._failure = GroupFailed(cause, phase, self._describe(cause.rank))
+        self.is_down = True
         _log.error("event=group_failed rank=%d epoch=%d phase=%r cause=%s", self.rank, self.epoch, phase, cause)
         for line in list(self.events)[-20:]:
             _log.error("event ring rank=%d %s", self.rank, line)
@@ -467,6 +496,7 @@ class Agent:
 
     def _lose(self, cause: Cause) -> None:
         self._lost = cause
+        self.is_down = True
         _log.warning("event=rank_lost rank=%d epoch=%d cause=%s", self.rank, self.epoch, cause)
         self.changed.notify_all()
 
@@ -504,6 +534,20 @@ class Agent:
             while self._work:
                 self._perform(self._work.popleft())
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The caller does the driver work itself inside (:meth:`do_work`); the worker is not woken for it.
+
+        Threads: the scheduler's, without the lock.
+        """
+        self._work_is_ours = True
+        try:
+            yield
+        finally:
+            self._work_is_ours = False
+            if self._work:
+                self._work_ready.set()
+
     def _perform(self, work: Work) -> None:
         if point := _POINT_BEFORE.get(work.kind):
             self._pass(point)
@@ -514,10 +558,12 @@ class Agent:
         with self.changed:
             self._guarded(lambda: self.participant.on_work_done(WorkDone(work.kind, work.txn, cause, handles)))
             self._guarded(self._route)
-            self.changed.notify_all()
+            self._wake()
 
     def _clock_loop(self) -> None:
         next_beat = 0.0
+        idle = min(self.timing.beat_s, CLOCK_PAUSE_MAX_S)
+        pause = FENCE_FIRST_POLL_S / 2
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= next_beat:
@@ -526,16 +572,17 @@ class Agent:
             if self.leader is not None:
                 with self.entered():
                     self.leader.tick(ticks())
-            waiting = self._poll_fences()
-            self._clock_wake.wait(FENCE_POLL_S if waiting else min(self.timing.beat_s, CLOCK_PAUSE_MAX_S))
+            pause = min(2 * pause, FENCE_POLL_S) if self._poll_fences() else idle
+            self._clock_wake.wait(pause)
             self._clock_wake.clear()
+            pause = pause if pause < idle else FENCE_FIRST_POLL_S / 2
 
     def _beat(self) -> None:
         budget, held = self._worker.budget_bytes(), self._worker.held_bytes()
         with self.changed:
             self._guarded(lambda: self._beat_locked(budget, held))
             self._guarded(self._route)
-            self.changed.notify_all()
+            self._wake()
         if self._on_beat is not None:
             self._on_beat()
 
@@ -560,7 +607,7 @@ class Agent:
                 self._fences.remove((txn, fence, lag))
                 self.participant.on_fence(txn, lag)
             self._guarded(self._route)
-            self.changed.notify_all()
+            self._wake()
             return bool(self._fences)
 
 

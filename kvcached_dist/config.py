@@ -32,6 +32,7 @@ from .setting_kinds import (
     Seconds,
     Setting,
     Switch,
+    Text,
     parse_bytes,
     refuse,
     setting_field,
@@ -62,7 +63,7 @@ class Config:
         "Elastic KV memory on. Off: the engine plugin registers nothing and the engine keeps its own pools.",
     )
     autopatch: bool = setting_field(
-        False,
+        True,
         "KVCACHED_AUTOPATCH",
         Switch(),
         "Take the engine's pools over by itself when the plugin is loaded; off for manual integrations.",
@@ -247,6 +248,20 @@ class Config:
         "KVCACHED_DIST_ON_RANK_LOST",
         Choice(("fail", "rejoin")),
         "What survivors do: fail with the first cause, or wait for a restarted follower to rejoin.",
+        world=True,
+    )
+    host_card_file: str = setting_field(
+        "",
+        "KVCACHED_DIST_HOST_CARD_FILE",
+        AbsolutePath("/dev/shm/card0", may_be_empty=True),
+        "Host devices that name the same small file share its capacity, like engines on one card; empty: each has its"
+        " own.",
+    )
+    faults: str = setting_field(
+        "",
+        "KVCACHED_DIST_FAULTS",
+        Text("rank=1,op=create,nth=3"),
+        "Faults to inject while an engine serves, separated by semicolons; empty for none. For tests.",
         world=True,
     )
     fault_journal: str = setting_field(

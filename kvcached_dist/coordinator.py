@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -194,7 +194,8 @@ class Coordinator:
             "S5",
             f"rank {self.world.rank}: the null block of domain {domain.name} must be block 0, got {got}",
         )
-        self._replica.record(OpKind.ALLOC, DomainId(domain.index), 1, zlib.crc32(b"null"))
+        domain.pool.pin(NULL_BLOCK)
+        self._replica.record(OpKind.ALLOC, DomainId(domain.index), 1, domain.pool.ids_digest)
 
     def close(self) -> None:
         """End in order: tell the others, stop the threads, give all memory back. Idempotent.
@@ -255,6 +256,27 @@ class Coordinator:
         self._replica.end_op()
         return None
 
+    def alloc_in(self, domain: Domain, count: int) -> torch.Tensor | None:
+        """:meth:`alloc` in one domain; the path of every allocation of an engine without compressed layers."""
+        if self._agent.is_down:
+            self._agent.raise_if_failed()
+        pool = domain.pool
+        ids = pool.alloc(count) if count >= 0 else None
+        if ids is None:
+            taken = self.alloc({domain.name: count})
+            return None if taken is None else taken[domain.name]
+        replica = self._replica
+        replica.record(OpKind.ALLOC, domain.id, count, pool.ids_digest)
+        replica.op_index += 1
+        return torch.from_numpy(ids)
+
+    def free_in(self, domain: Domain, ids: Ids) -> None:
+        """:meth:`free` in one domain."""
+        if self._agent.is_down:
+            self._agent.raise_if_failed()
+        self._free_in(domain, ids)
+        self._replica.op_index += 1
+
     def _take(self, wanted: Sequence[tuple[Domain, int]]) -> dict[str, torch.Tensor]:
         taken: dict[str, torch.Tensor] = {}
         for domain, count in wanted:
@@ -262,7 +284,7 @@ class Coordinator:
             if ids is None:
                 require(False, "S5", f"domain {domain.name}: {count} blocks were granted and are not free")
                 continue
-            self._replica.record(OpKind.ALLOC, DomainId(domain.index), count, zlib.crc32(ids.data))
+            self._replica.record(OpKind.ALLOC, DomainId(domain.index), count, domain.pool.ids_digest)
             taken[domain.name] = torch.from_numpy(ids)
         self._replica.end_op()
         return taken
@@ -299,16 +321,17 @@ class Coordinator:
 
     def _foreground(self, leader: Leader, needs: Mapping[DomainId, int]) -> bool:
         agent = self._agent
-        with agent.entered():
-            leader.now = ticks()
-            waiting = leader.demand.wait_for(needs)
-        while waiting.verdict is None:
-            if self.world.size == 1:
-                agent.do_work()
-            with agent.changed:
-                agent.raise_if_failed()
-                if waiting.verdict is None:
-                    agent.changed.wait(startup.WAKE_S)
+        with agent.working() if self.world.size == 1 else contextlib.nullcontext():
+            with agent.entered():
+                leader.now = ticks()
+                waiting = leader.demand.wait_for(needs)
+            while waiting.verdict is None:
+                if self.world.size == 1:
+                    agent.do_work()
+                with agent.changed:
+                    agent.raise_if_failed()
+                    if waiting.verdict is None:
+                        agent.wait(lambda: waiting.verdict is not None, startup.WAKE_S)
         agent.raise_if_failed()
         return waiting.verdict
 
@@ -325,12 +348,22 @@ class Coordinator:
         self._agent.raise_if_failed()
         for name, given in ids.items():
             domain = self.domains[name]
-            blocks = np.ascontiguousarray(given.numpy() if isinstance(given, torch.Tensor) else given, dtype=np.int64)
-            if NULL_BLOCK in blocks[:1] or (blocks.size > 1 and bool((blocks == NULL_BLOCK).any())):
-                raise ValueError(f"domain {name}: block {NULL_BLOCK} is the null block and is never freed")
-            domain.pool.free(blocks)
-            self._replica.record(OpKind.FREE, DomainId(domain.index), blocks.size, zlib.crc32(blocks.data))
+            self._free_in(domain, given)
         self._replica.end_op()
+
+    def _free_in(self, domain: Domain, given: Ids) -> None:
+        pool = domain.pool
+        try:
+            if isinstance(given, torch.Tensor) and given.dtype is torch.int64 and given.is_cpu and given.is_contiguous():
+                count = given.numel()
+                pool.free_at(given.data_ptr(), count)
+            else:
+                blocks = np.asarray(given, dtype=np.int64)
+                count = blocks.size
+                pool.free(blocks)
+        except ValueError as error:
+            raise ValueError(f"domain {domain.name}: {error}") from None
+        self._replica.record(OpKind.FREE, domain.id, count, pool.ids_digest)
 
     # ------------------------------------------------------------------ steps
 

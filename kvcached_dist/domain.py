@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .coord.core.types import DomainId
+
 if TYPE_CHECKING:
     from ._native import BlockPool
     from .coordinator import Coordinator
@@ -25,6 +27,7 @@ class Domain:
     def __init__(self, coordinator: Coordinator, name: str, index: int, pool: BlockPool, blocks: int) -> None:
         self.name = name
         self.index = index
+        self.id = DomainId(index)
         self.blocks = blocks
         self.pool = pool
         self._coordinator = coordinator
@@ -60,8 +63,7 @@ class Domain:
 
         Blocks: not while enough is published; otherwise for one growth, bounded by its deadline.
         """
-        taken = self._coordinator.alloc({self.name: blocks})
-        return None if taken is None else taken[self.name]
+        return self._coordinator.alloc_in(self, blocks)
 
     def free(self, ids: torch.Tensor | npt.NDArray[np.int64]) -> None:
         """Give blocks back; they stay backed until the leader reclaims them.
@@ -73,4 +75,4 @@ class Domain:
             ValueError: an id that is out of range, not allocated or named twice; nothing is freed.
             GroupFailed: the coordinator has failed.
         """
-        self._coordinator.free({self.name: ids})
+        self._coordinator.free_in(self, ids)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .coord.core.participant import RunState
 from .coord.core.transaction import Verdict
@@ -12,14 +12,66 @@ from .snapshot import SnapshotWriter
 from .snapshot_schema import CounterState, DomainState, PoolState, SnapshotState
 
 if TYPE_CHECKING:
+    from ._native import Device
     from .agent import Agent
+    from .config import Config
+    from .coord.core.errors import GroupFailed
     from .coord.core.leader import Leader
     from .coord.core.ledger import Closed
-    from .coord.core.types import Run
-    from .coordinator import Coordinator
+    from .coord.core.types import Health, Run
+    from .physical import PhysicalWorker
+    from .pools.backing import StageBacking
+    from .pools.specs import StageSpec
+    from .world import World
 
 SNAPSHOT_INTERVAL_S = 0.1
 LOG_TAIL = 20
+
+
+class ObservedDomain(Protocol):
+    """What is shown of one domain, in blocks."""
+
+    @property
+    def blocks(self) -> int:
+        """Logical capacity, the null block included."""
+
+    @property
+    def published(self) -> int:
+        """Backed and usable."""
+
+    @property
+    def available(self) -> int:
+        """Published and free."""
+
+    @property
+    def growable(self) -> int:
+        """What every rank could still back."""
+
+
+class Observed(Protocol):
+    """A coordinator, whoever allocates in it (``Coordinator``, ``StreamCoordinator``)."""
+
+    world: World
+    stage: StageSpec
+    config: Config
+    device: Device
+    backing: StageBacking
+    physical: PhysicalWorker
+    name: str
+    started: float
+    misses: int
+
+    @property
+    def domains(self) -> Mapping[str, ObservedDomain]:
+        """Domains by name."""
+
+    @property
+    def failure(self) -> GroupFailed | None:
+        """The first cause, once it has failed."""
+
+    @property
+    def health(self) -> dict[str, Health]:
+        """Health per domain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +126,7 @@ class Stats:
     memory_queries: int
 
 
-def stats(coordinator: Coordinator, agent: Agent, leader: Leader | None) -> Stats:
+def stats(coordinator: Observed, agent: Agent, leader: Leader | None) -> Stats:
     """Counters and durations of one coordinator."""
     with agent.changed:
         closed = list(leader.closed) if leader is not None else []
@@ -100,7 +152,7 @@ def stats(coordinator: Coordinator, agent: Agent, leader: Leader | None) -> Stat
     )
 
 
-def open_writer(coordinator: Coordinator) -> SnapshotWriter:
+def open_writer(coordinator: Observed) -> SnapshotWriter:
     """The snapshot file of this rank."""
     config = coordinator.config
     return SnapshotWriter.open(
@@ -108,7 +160,7 @@ def open_writer(coordinator: Coordinator) -> SnapshotWriter:
     )
 
 
-def snapshot(coordinator: Coordinator, agent: Agent, leader: Leader | None) -> SnapshotState:
+def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> SnapshotState:
     """The state of one rank as plain data; see :mod:`kvcached_dist.snapshot_schema`."""
     world, failure = coordinator.world, coordinator.failure
     with agent.changed:
@@ -139,7 +191,7 @@ def snapshot(coordinator: Coordinator, agent: Agent, leader: Leader | None) -> S
     )
 
 
-def _pools(coordinator: Coordinator, retained: list[Run], reserved: list[Run]) -> dict[str, PoolState]:
+def _pools(coordinator: Observed, retained: list[Run], reserved: list[Run]) -> dict[str, PoolState]:
     backing, stage = coordinator.backing, coordinator.stage
     held, mapped = backing.held_bytes(), backing.mapped_bytes()
     retained_bytes = backing.expected_bytes(retained) if retained else {}
@@ -158,7 +210,7 @@ def _pools(coordinator: Coordinator, retained: list[Run], reserved: list[Run]) -
     return states
 
 
-def _domains(coordinator: Coordinator) -> dict[str, DomainState]:
+def _domains(coordinator: Observed) -> dict[str, DomainState]:
     health = coordinator.health
     failure = coordinator.failure
     return {
@@ -175,7 +227,7 @@ def _domains(coordinator: Coordinator) -> dict[str, DomainState]:
     }
 
 
-def _counters(coordinator: Coordinator, agent: Agent, leader: Leader | None) -> CounterState:
+def _counters(coordinator: Observed, agent: Agent, leader: Leader | None) -> CounterState:
     counters = CounterState(misses=coordinator.misses)
     if leader is not None:
         with agent.changed:

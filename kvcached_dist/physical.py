@@ -141,18 +141,21 @@ class PhysicalWorker:
 
     def _reserve(self, work: Work) -> Cause | None:
         """Budget check and creates inside one admission turn; a second look at free memory before it ends (S14)."""
+        required = self.backing.missing_bytes(work.runs)
+        if not required:
+            # A retry that adopts retained runs, pages in granules that are held already, or a stage without layers
+            # of these pools: nothing is taken, so there is nobody to take turns with and nothing to ask the card.
+            return self._cause(self.backing.reserve(work.txn, work.runs))
         if self._turn is None:
-            return self._reserve_now(work)
+            return self._reserve_now(work, required)
         try:
             with self._turn.take(self._turn_deadline_s):
-                return self._reserve_now(work)
+                return self._reserve_now(work, required)
         except (WaitTimeout, ConfigError) as error:
             return Cause(CauseKind.ADMISSION, self.rank, str(error))
 
-    def _reserve_now(self, work: Work) -> Cause | None:
-        required = self.backing.missing_bytes(work.runs)
-        # A retry that adopts retained runs, or a stage without layers of these pools, needs no memory.
-        refused = self._over_budget(required, self.free_bytes()) if required else None
+    def _reserve_now(self, work: Work, required: int) -> Cause | None:
+        refused = self._over_budget(required, self.free_bytes())
         if refused is not None:
             return refused
         outcome = self.backing.reserve(work.txn, work.runs)

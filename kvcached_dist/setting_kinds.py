@@ -227,6 +227,22 @@ class EngineName(Kind):
 
 
 @dataclass(frozen=True)
+class Text(Kind):
+    """Text that is read where it is used."""
+
+    example: str
+
+    def _rule(self) -> str:
+        return "text"
+
+    def _read(self, value: object) -> object:
+        return str(value)
+
+    def _example(self, value: object) -> str:
+        return self.example
+
+
+@dataclass(frozen=True)
 class AbsolutePath(Kind):
     """An absolute path; whether it can be used is found where it is used."""
 
@@ -342,6 +358,7 @@ __all__ = [
     "Seconds",
     "Setting",
     "Switch",
+    "Text",
     "parse_bytes",
     "refuse",
     "setting_field",

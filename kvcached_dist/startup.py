@@ -60,6 +60,10 @@ _WAITABLE = (CauseKind.EXHAUSTED, CauseKind.ADMISSION, CauseKind.DEADLINE, Cause
 """Refusals of the null pages that may pass by themselves; anything else ends the start at once."""
 
 
+ListFactory = Callable[[Sequence[int], Sequence[int]], Sequence[FreeList]]
+"""Free lists of all domains for agreed sizes: blocks and blocks per page of each."""
+
+
 @dataclass
 class Parts:
     """The parts of one coordinator. Those below ``epoch`` are new in every epoch."""
@@ -80,6 +84,8 @@ class Parts:
     register: EpochRegister | None = None
     epoch_value: EpochValue | None = None
     leader: Leader | None = None
+    make_lists: ListFactory | None = None
+    """Makes the free lists of an engine that allocates by itself; ``None``: native block pools."""
     on_beat: list[Callable[[], None]] = field(default_factory=list)
 
     epoch: Epoch = FIRST_EPOCH
@@ -87,6 +93,7 @@ class Parts:
     snapshot: Snapshot | None = None
     hellos: dict[Rank, Hello] = field(default_factory=dict)
     pools: list[BlockPool] = field(default_factory=list)
+    """Block pools, one per domain; empty for an engine that allocates by itself."""
     agent: Agent = field(init=False)
 
     @property
@@ -138,6 +145,7 @@ def assemble(
     session: str,
     faults: FaultPlan | None,
     fence: Callable[[], Fence] | None,
+    make_lists: ListFactory | None = None,
 ) -> Parts:
     """Reserve addresses, agree on the session and connect for the epoch in force. Starts no thread of the agent.
 
@@ -160,6 +168,7 @@ def assemble(
             fence=fence or _default_fence(device),
             store=store if world.size > 1 else None,
             name=config.ipc_name or unique_name(),
+            make_lists=make_lists,
         )
         if parts.store is not None:
             _agree_on_session(parts, parts.store, session)
@@ -286,10 +295,7 @@ def join(parts: Parts, timeout_s: float) -> None:
     Blocks: at most ``timeout_s`` for each of the two.
     """
     snapshot = cast(Snapshot, parts.snapshot)
-    sizes = zip(parts.blocks, parts.blocks_per_page, strict=True)
-    parts.pools = [_native.BlockPool(blocks // size, size) for blocks, size in sizes]
-    free_lists = cast("Sequence[FreeList]", parts.pools)
-    replica = Replica.from_snapshot(parts.rank, free_lists, parts.blocks_per_page, snapshot)
+    replica = Replica.from_snapshot(parts.rank, _free_lists(parts), parts.blocks_per_page, snapshot)
     parts.agent = agent = _agent(parts, replica)
     agent.start()
     with agent.entered():
@@ -304,6 +310,14 @@ def join(parts: Parts, timeout_s: float) -> None:
         parts.leader = agent.leader = _leader(parts, replica, handles)
     if parts.inbox is not None:
         parts.inbox.hand_over(agent)
+
+
+def _free_lists(parts: Parts) -> Sequence[FreeList]:
+    if parts.make_lists is not None:
+        return parts.make_lists(parts.blocks, parts.blocks_per_page)
+    sizes = zip(parts.blocks, parts.blocks_per_page, strict=True)
+    parts.pools = [_native.BlockPool(blocks // size, size) for blocks, size in sizes]
+    return cast("Sequence[FreeList]", parts.pools)
 
 
 def _agent(parts: Parts, replica: Replica) -> Agent:
@@ -407,4 +421,4 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
     raise WaitTimeout("the null pages", "no cause was reported", parts.config.start_timeout_s)
 
 
-__all__ = ["CLOSE_WAIT_S", "WAKE_S", "Parts", "assemble", "begin", "connect", "join", "policy_of"]
+__all__ = ["CLOSE_WAIT_S", "WAKE_S", "ListFactory", "Parts", "assemble", "begin", "connect", "join", "policy_of"]

@@ -93,11 +93,9 @@ class PageTable:
         old = PageState(self._states[run.first])
         same = self._states[run.first : run.end].count(old) == run.count
         known = old is PageState.ABSENT or self._runs.get(run.first) == run
-        require(
-            run.end <= self.pages and same and known and state in _EDGES[old],
-            "S6",
-            f"domain {self.domain}: {run} from {old.name} to {state.name} (same={same}, known={known})",
-        )
+        if not (run.end <= self.pages and same and known and state in _EDGES[old]):
+            why = f"(same={same}, known={known})"
+            require(False, "S6", f"domain {self.domain}: {run} from {old.name} to {state.name} {why}")
         self._states[run.first : run.end] = bytes([state]) * run.count
         self._count[old] -= run.count
         self._count[state] += run.count

@@ -17,6 +17,7 @@ adopt them, or a logged retirement may give them back.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ from .messages import (
     UnmapFailed,
     Unmapped,
 )
-from .types import Cause, Epoch, Rank, Run, Txn, TxnPhase
+from .types import Cause, DomainId, Epoch, Rank, Run, Txn, TxnPhase
 
 LEADER = Rank(0)
 
@@ -140,6 +141,8 @@ class Participant:
         self.stale_messages = 0
         self.newest_txn = Txn(0)
         self._runs: dict[Run, RunState] = {}
+        self._held: dict[DomainId, list[Run]] = {}
+        """The keys of ``_runs`` per domain, by first page."""
         self._records: OrderedDict[Txn, _Record] = OrderedDict()
         self._join: deque[Work] = deque()
         self._joining = False
@@ -196,12 +199,9 @@ class Participant:
         self._adopt_cancelled(message.runs)
         states = [self._runs.get(run) for run in message.runs]
         adopted = all(state in _RETAINED for state in states)
-        require(
-            adopted or not any(run.overlaps(held) for run in message.runs for held in self._near(run)),
-            "S6",
-            f"rank {self.rank}: RESERVE txn={message.txn} over runs that hold memory here:"
-            f" {[f'{run}={state}' for run, state in zip(message.runs, states, strict=True)]}",
-        )
+        if not adopted and any(self._overlaps_held(run) for run in message.runs):
+            held = [f"{run}={state}" for run, state in zip(message.runs, states, strict=True)]
+            require(False, "S6", f"rank {self.rank}: RESERVE txn={message.txn} over runs that hold memory here: {held}")
         record = self._remember(_Record(message.txn, message.runs, TxnPhase.RUNNING, adopted=adopted))
         if not adopted:
             self._become(message.runs, RunState.RESERVED)
@@ -209,6 +209,8 @@ class Participant:
 
     def _adopt_cancelled(self, runs: tuple[Run, ...]) -> None:
         """A RESERVE over retained runs in retirement says that it was cancelled; the UNRETIRE follows in the stream."""
+        if any(self._runs.get(run) is not RunState.RETIRED for run in runs):
+            return
         for record in reversed(self._records.values()):
             if record.retained and record.runs == runs and record.phase in (TxnPhase.RETIRED, TxnPhase.DRAINED):
                 if not record.queued:
@@ -301,12 +303,16 @@ class Participant:
             f"rank {self.rank}: PUBLISH txn={txn} {_names(runs)} but this rank is in phase {phase.name}",
         )
         for run in runs:
-            require(self._runs.get(run) is RunState.MAPPED, "S3", f"rank {self.rank}: PUBLISH of {run}, not mapped")
+            if self._runs.get(run) is not RunState.MAPPED:
+                require(False, "S3", f"rank {self.rank}: PUBLISH of {run}, not mapped")
         self._become(runs, RunState.PUBLISHED)
 
     def retire(self, txn: Txn, runs: tuple[Run, ...], retained: bool) -> None:
         """A ``Retire`` entry took effect on this rank; asks for a fence."""
         allowed = _RETAINED if retained else (RunState.PUBLISHED,)
+        if retained:
+            # A rank that was restarted meanwhile holds nothing for runs that were never published (rule M1).
+            runs = tuple(run for run in runs if run in self._runs)
         before: dict[Run, RunState] = {}
         for run in runs:
             state = self._runs.get(run)
@@ -524,18 +530,28 @@ class Participant:
         record.issued.add(kind)
         self._out.append(Work(kind, record.txn, record.runs))
 
-    def _near(self, run: Run) -> list[Run]:
-        return [held for held in self._runs if held.domain == run.domain]
+    def _overlaps_held(self, run: Run) -> bool:
+        """Whether a page of the run holds memory here. Held runs are disjoint, so the last that begins before its end
+        is the only one that can.
+        """
+        held = self._held.get(run.domain, [])
+        at = bisect_left(held, run.end, key=_first) - 1
+        return at >= 0 and held[at].end > run.first
 
     def _become(self, runs: tuple[Run, ...], state: RunState | None) -> None:
         """The only writer of run states; refuses an edge that is not in the table."""
         for run in runs:
             old = self._runs.get(run)
-            require(state in _RUN_EDGES[old], "S6", f"rank {self.rank}: {run} from {old} to {state}")
+            if state not in _RUN_EDGES[old]:
+                require(False, "S6", f"rank {self.rank}: {run} from {old} to {state}")
             if state is None:
-                self._runs.pop(run, None)
-            else:
-                self._runs[run] = state
+                if self._runs.pop(run, None) is not None:
+                    held = self._held[run.domain]
+                    held.pop(bisect_left(held, run.first, key=_first))
+                continue
+            if old is None:
+                insort(self._held.setdefault(run.domain, []), run, key=_first)
+            self._runs[run] = state
 
     def _enter(self, record: _Record, phase: TxnPhase, cause: Cause | None) -> None:
         record.phase = phase
@@ -545,6 +561,10 @@ class Participant:
 
     def _send(self, message: Message) -> None:
         self._out.append(Send(LEADER, message))
+
+
+def _first(run: Run) -> int:
+    return run.first
 
 
 def _names(runs: tuple[Run, ...]) -> str:

@@ -6,12 +6,12 @@ Equal operations and equal marks give equal free lists on all ranks; the digest 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+from zlib import crc32
 
 from .entries import (
     Entry,
@@ -35,7 +35,7 @@ from .types import DomainId, Rank, Run, Txn
 OP_RING_MAX = 4096
 """Operation records kept for the report of a divergence."""
 
-_OP = struct.Struct("<BBQQI")
+_pack_op = struct.Struct("<BBQQI").pack
 
 
 class OpKind(IntEnum):
@@ -44,6 +44,8 @@ class OpKind(IntEnum):
     ALLOC = 1
     FREE = 2
     MISS = 3
+    LISTS = 4
+    """The engine's own free list of a domain as it stands at a mark (engines that allocate by themselves)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class Replica:
         self._retiring = [0] * len(self.free_lists)
         self._retired: dict[Txn, Retire] = {}
         self._quarantined: set[Run] = set()
-        self._ring: deque[OpRecord] = deque(maxlen=OP_RING_MAX)
+        # Plain tuples of the fields of OpRecord: this is the path of every alloc and free.
+        self._ring: deque[tuple[int, OpKind, DomainId, int, int, int, int]] = deque(maxlen=OP_RING_MAX)
         self._last_equal_op = 0
 
     @classmethod
@@ -137,9 +140,9 @@ class Replica:
 
     def record(self, kind: OpKind, domain: DomainId, blocks: int, ids_crc: int = 0) -> None:
         """Enter one part of an engine operation into the digest."""
-        available = self.available(domain)
-        self.digest = zlib.crc32(_OP.pack(kind, domain, blocks, available, ids_crc), self.digest)
-        self._ring.append(OpRecord(self.op_index, kind, domain, blocks, available, ids_crc, self.digest))
+        available = self.free_lists[domain].available()
+        self.digest = digest = crc32(_pack_op(kind, domain, blocks, available, ids_crc), self.digest)
+        self._ring.append((self.op_index, kind, domain, blocks, available, ids_crc, digest))
 
     def end_op(self) -> None:
         """One engine operation is complete (it may have had parts in several domains)."""
@@ -147,7 +150,7 @@ class Replica:
 
     def ring(self) -> list[OpRecord]:
         """The last operations, oldest first."""
-        return list(self._ring)
+        return [OpRecord(*item) for item in self._ring]
 
     @property
     def quarantined(self) -> frozenset[Run]:

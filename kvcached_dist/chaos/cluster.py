@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
+import signal
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +30,21 @@ SPARES: Final = 2
 READY_S: Final = 120.0
 """How long an actor may take to be ready; torch takes its time on a busy machine."""
 
+CONNECT_S: Final = 5.0
+
 CALL_S: Final = 30.0
 """How long a short call to an actor may take."""
 
 THREADS: Final = 4
 """Calls that an actor takes at a time: the work, and orders beside it."""
+
+_RAY_ENVIRONMENT: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray runs workers at the lowest priority but four. A rank that gets no core for a second is lost by the bounds
+    # that are checked here, and ranks of an engine are not at the end of the queue either.
+    "RAY_worker_niceness": "0",
+}
+"""For the local instance; an existing cluster has its own."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
 """Ray's smallest object store is ample: calls carry small records."""
@@ -105,9 +116,11 @@ class Cluster:
     def _connect(self, address: str) -> None:
         if self.ray.is_initialized():
             raise RigError("this process is connected to Ray already; chaos begins and ends its own connection")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in _RAY_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         wanted: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address:
+            _check_answers(address)
             wanted["address"] = address
         else:
             wanted |= {
@@ -118,7 +131,8 @@ class Cluster:
             }
         try:
             self.ray.init(**wanted)
-        except (ConnectionError, ValueError, OSError) as error:
+        except (ConnectionError, ValueError, RuntimeError, OSError, ImportError) as error:
+            # Ray Client is an extra of its own; what it lacks, it says.
             text = " ".join(str(error).split())[:300]
             if address:
                 raise ConfigError(
@@ -225,6 +239,8 @@ class Cluster:
         Raises:
             RigError: it does not go.
         """
+        # Ray asks a process to end, which one that stands still cannot hear.
+        self.warden("signal_rank", process.identity, signal.SIGKILL)
         self.ray.kill(process.actor)
         self.bury(process)
 
@@ -276,11 +292,15 @@ class Cluster:
     def finished(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Those of the calls that have ended, after at most ``seconds``; returns early when one has."""
         if not references:
-            time.sleep(seconds)
             return []
         done, _ = self.ray.wait(list(references), num_returns=1, timeout=seconds)
-        if done:
-            done, _ = self.ray.wait(list(references), num_returns=len(references), timeout=0)
+        return self.all_finished(references, 0) if done else []
+
+    def all_finished(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        """Those of the calls that have ended, after at most ``seconds``; returns early when all have."""
+        if not references:
+            return []
+        done, _ = self.ray.wait(list(references), num_returns=len(references), timeout=seconds)
         return list(done)
 
     # ------------------------------------------------------------------ the end
@@ -306,6 +326,22 @@ class Cluster:
             self.ray.kill(self._warden)
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
+
+
+def _check_answers(address: str) -> None:
+    """Somebody listens at the address; Ray itself tries for minutes before it says no."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    if not separator or not host or not port.isdigit():
+        raise ConfigError(f"--address {address}: not an address; for example --address ray://host:10001")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--address {address}: nobody answers there ({error}); start Ray on that host with 'ray start --head', or"
+            " leave the address out for a local instance"
+        ) from error
 
 
 __all__ = ["ActorGone", "Cluster", "Process", "RigError"]

@@ -66,6 +66,11 @@ class ChaosOptions:
         verdict_s = self.growth_deadline_s + 2 * min(1.0, self.growth_deadline_s)
         return max(self.lease_s, verdict_s) + 1.0
 
+    @property
+    def wave_bound_s(self) -> float:
+        """Longest time that a wave of the workload may take (L5): a few calls that take as long as they may."""
+        return 6 * self.call_bound_s + 30
+
     def validate(self) -> None:
         """Check everything.
 

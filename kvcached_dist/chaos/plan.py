@@ -111,11 +111,6 @@ class Fault:
         wakes = ", wakes up" if self.wakes else ""
         return f"{self.number} {self.kind.value}{what}{wakes}, after {self.delay_s:.2f} s"
 
-    @property
-    def kills(self) -> bool:
-        """Whether the victim's process is killed by the fault itself."""
-        return self.effect is not Effect.SURVIVES and not self.stop_s
-
 
 @dataclass(frozen=True, slots=True)
 class _Context:

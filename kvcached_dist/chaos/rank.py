@@ -258,11 +258,12 @@ class RankProcess:
         Blocks: until then.
         """
         opened = self._opened()
-        wave_s = 6 * self._options.call_bound_s + 30
         coordinator, seat = opened.coordinator, opened.seat
         scope = f"{seat.session} epoch {coordinator.epoch}"
         board = RestBoard(f"{seat.run_dir}/{BOARD_FILE}", seat.rank, self._options.world_size, scope)
-        workload = Workload(coordinator, opened.stamps, board, backlog, seed=self._options.seed, wave_s=wave_s)
+        workload = Workload(
+            coordinator, opened.stamps, board, backlog, seed=self._options.seed, wave_s=self._options.wave_bound_s
+        )
         opened.workload = workload
         problem = None
         try:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 from ..errors import KVDistError
@@ -53,9 +53,16 @@ def run_chaos(options: ChaosOptions, on_outcome: Callable[[Outcome], None] | Non
 
     Threads: the main thread, because it sets signal handlers. Blocks: a few seconds per fault.
     """
-    with _signals(), contextlib.redirect_stdout(_News()), Cluster(options) as cluster:
-        _raise_on_signals()  # Ray has set handlers of its own
-        return Supervisor(options, plan_of(options), cluster, on_outcome).run()
+    with _Signals() as signals, contextlib.redirect_stdout(_News()):
+        try:
+            with Cluster(options) as cluster:
+                signals.watch()  # Ray has set handlers of its own
+                return Supervisor(options, plan_of(options), cluster, on_outcome).run()
+        except KeyboardInterrupt:
+            raise Interrupted(signals.seen) from None
+        except SystemExit:
+            # Ray's own handler, which is in force while Ray starts.
+            raise Interrupted(signal.SIGTERM) from None
 
 
 class _News(io.TextIOBase):
@@ -67,23 +74,31 @@ class _News(io.TextIOBase):
         return len(text)
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    _raise_on_signals()
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
+class _Signals:
+    """Turns SIGINT and SIGTERM into ``KeyboardInterrupt``: the one exception that a wait inside Ray lets through."""
+
+    _WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.seen: int = signal.SIGINT
+        self._before = {signum: signal.getsignal(signum) for signum in self._WATCHED}
+
+    def __enter__(self) -> _Signals:
+        self.watch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
+    def watch(self) -> None:
+        """Set the handlers, again."""
+        for signum in self._WATCHED:
+            signal.signal(signum, self._stop)
 
-def _raise_on_signals() -> None:
-    def stop(signum: int, _: FrameType | None) -> None:
-        raise Interrupted(signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
+    def _stop(self, signum: int, _: FrameType | None) -> None:
+        self.seen = signum
+        raise KeyboardInterrupt
 
 
 __all__ = ["Interrupted", "plan_of", "run_chaos"]

@@ -127,7 +127,7 @@ def _run(options: ReplayOptions, json_file: Path | None, plot_file: Path | None)
 
 
 def _show(report: Report, console: Console, status: int) -> None:
-    if report.outcomes:
+    if any(outcome.steps for outcome in report.outcomes):
         report.print(console)
     if status == EXIT_OK:
         console.print(report.verdict(), style="green", highlight=False)

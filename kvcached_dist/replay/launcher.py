@@ -166,9 +166,7 @@ def _leave_with_parent() -> None:
 
     def follow() -> None:
         wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TERM_WAIT_S)
-        os._exit(1)
+        leave(1)
 
     threading.Thread(target=follow, name="replay-parent", daemon=True).start()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .. import _native
 from ..config import Config
 from ..errors import ConfigError
 from ..fault_specs import FaultPlan
@@ -95,8 +97,15 @@ class ReplayOptions:
             raise ConfigError(f"--speed {self.speed}: must be greater than 0, for example --speed 10")
         if self.cached_tokens is not None and self.cached_tokens < 0:
             raise ConfigError(f"--cached-tokens {self.cached_tokens}: must be 0 or more, for example 200000")
-        FaultPlan.parse(self.faults, self.world_size)
+        try:
+            FaultPlan.parse(self.faults, self.world_size)
+        except ConfigError as error:
+            raise ConfigError(f"--fault: {error}") from error
         self.config()
+        if self.backend == "cuda":
+            usable, reason = _native.cuda_available()
+            if not usable:
+                raise ConfigError(f"--backend cuda: {reason}; use --backend host on a machine without a GPU")
         self.model_spec()
         self.load()
 
@@ -106,17 +115,23 @@ class ReplayOptions:
         Raises:
             ConfigError: a setting is unusable.
         """
-        overrides: dict[str, object] = {}
+        config = Config.from_env(None, preset="replay")
+        config = config.override(host_capacity_bytes=max(self.capacity_bytes, config.host_granule_bytes))
         if self.lease_s is not None:
-            overrides["lease_s"] = self.lease_s
+            # A short lease implies short deadlines; only a setting that contradicts it is refused.
+            shorter = {
+                "lease_s": self.lease_s,
+                "growth_deadline_s": min(config.growth_deadline_s, 0.4 * self.lease_s),
+                "beat_s": min(config.beat_s, 0.1 * self.lease_s),
+            }
+            config = _overridden(config, "--lease", self.lease_s, shorter)
         if self.granule_bytes is not None:
-            overrides["host_granule_bytes"] = self.granule_bytes
+            config = _overridden(config, "--granule", self.granule_bytes, {"host_granule_bytes": self.granule_bytes})
         if self.cached_tokens is not None:
-            overrides["max_cached_tokens"] = self.cached_tokens
+            config = config.override(max_cached_tokens=self.cached_tokens)
         if self.seed:
-            overrides["seed"] = self.seed
-        overrides["host_capacity_bytes"] = self.capacity_bytes
-        return Config.from_env(None, preset="replay", **overrides)
+            config = _overridden(config, "--seed", self.seed, {"seed": self.seed})
+        return config
 
     def model_spec(self, granule_bytes: int | None = None) -> ModelSpec:
         """The model, sized for the capacity as the native engine would size it.
@@ -178,6 +193,13 @@ def shape_of(model: ModelSpec) -> Shape:
         and "mamba" not in sizes
         and all(CacheShape.fits(domain.block_tokens) for domain in token_domains),
     )
+
+
+def _overridden(config: Config, option: str, value: object, fields: Mapping[str, object]) -> Config:
+    try:
+        return config.override(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {value}: {error}") from error
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

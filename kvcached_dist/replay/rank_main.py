@@ -221,9 +221,6 @@ def _device(options: ReplayOptions, seat: Seat) -> Device:
     from .. import _native
 
     if options.backend == "cuda":
-        usable, reason = _native.cuda_available()
-        if not usable:
-            raise ConfigError(f"--backend cuda: {reason}; use --backend host on a machine without a GPU")
         return _native.CudaDevice(seat.local_rank % max(1, torch.cuda.device_count()))
     return _native.HostDevice(options.capacity_bytes, options.config().host_granule_bytes)
 

@@ -40,6 +40,35 @@ class Bitmap {
     }
   }
 
+  // Adds the members of a whole word at once: bit i of `mask` is member 64 * word + i.
+  void set_word(std::size_t word, std::uint64_t mask) {
+    const bool was_empty = levels_[0][word] == 0;
+    levels_[0][word] |= mask;
+    if (!was_empty || mask == 0) return;
+    for (std::size_t level = 1; level < levels_.size(); ++level) {
+      std::uint64_t& above = levels_[level][word / kWordBits];
+      const bool was_set = above != 0;
+      above |= std::uint64_t{1} << (word % kWordBits);
+      if (was_set) return;
+      word /= kWordBits;
+    }
+  }
+
+  // Removes the members of `mask` from a word.
+  void clear_word(std::size_t word, std::uint64_t mask) {
+    if (mask == 0) return;
+    levels_[0][word] &= ~mask;
+    if (levels_[0][word] != 0) return;
+    for (std::size_t level = 1; level < levels_.size(); ++level) {
+      std::uint64_t& above = levels_[level][word / kWordBits];
+      above &= ~(std::uint64_t{1} << (word % kWordBits));
+      if (above != 0) return;
+      word /= kWordBits;
+    }
+  }
+
+  [[nodiscard]] std::uint64_t word(std::size_t index) const { return levels_[0][index]; }
+
   [[nodiscard]] bool test(std::size_t bit) const {
     return ((levels_[0][bit / kWordBits] >> (bit % kWordBits)) & 1U) != 0;
   }

@@ -1,6 +1,7 @@
 #include "block_pool.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 #include <stdexcept>
@@ -9,6 +10,7 @@ namespace kvcached_dist {
 namespace {
 
 constexpr std::int64_t kWordBits = 64;
+constexpr std::size_t kWordSize = 64;
 constexpr std::int64_t kBlocksMax = 1LL << 36;  // NOLINT(bugprone-signed-bitwise)
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
@@ -22,6 +24,24 @@ std::int64_t checked_blocks(std::int64_t pages, std::int64_t blocks_per_page) {
     throw std::invalid_argument("a block pool holds at most 2^36 blocks, and less than 2^31 in a page");
   }
   return pages * blocks_per_page;
+}
+
+// A polynomial of the ids in each of four lanes, which a processor works on at once, and one over the lanes.
+std::uint32_t digest_of(std::span<const std::int64_t> blocks) {
+  constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15U;
+  constexpr std::size_t kLanes = 4;
+  constexpr int kHalf = 32;
+  std::array<std::uint64_t, kLanes> lanes{};
+  std::size_t i = 0;
+  for (; i + kLanes <= blocks.size(); i += kLanes) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = (lanes[lane] * kOdd) + static_cast<std::uint64_t>(blocks[i + lane]);
+    }
+  }
+  std::uint64_t digest = blocks.size();
+  for (; i < blocks.size(); ++i) digest = (digest * kOdd) + static_cast<std::uint64_t>(blocks[i]);
+  for (const std::uint64_t lane : lanes) digest = (digest ^ (lane >> kHalf) ^ lane) * kOdd;
+  return static_cast<std::uint32_t>(digest >> kHalf);
 }
 
 std::string name_of_run(std::int64_t first_page, std::int64_t count) {
@@ -136,6 +156,12 @@ std::int64_t* BlockPool::take_from(std::int64_t page, std::int64_t* out, const s
 bool BlockPool::alloc(std::span<std::int64_t> blocks) {
   const auto wanted = static_cast<std::int64_t>(blocks.size());
   if (wanted > available_) return false;
+  if (blocks_per_page_ == 1) {
+    take_single(blocks);
+    available_ -= wanted;
+    ids_digest_ = digest_of(blocks);
+    return true;
+  }
   std::int64_t* out = blocks.data();
   const std::int64_t* const end = out + wanted;
   // Taking from the fullest page leaves it the fullest, so a page is emptied before the next one is looked for.
@@ -144,7 +170,58 @@ bool BlockPool::alloc(std::span<std::int64_t> blocks) {
     out = take_from(static_cast<std::int64_t>(fullest.lowest()), out, end);
   }
   available_ -= wanted;
+  ids_digest_ = digest_of(blocks);
   return true;
+}
+
+// Pages of one block: the free pages are the free blocks, lowest first.
+void BlockPool::take_single(std::span<std::int64_t> blocks) {
+  if (blocks.empty()) return;
+  Bitmap& free_pages = *by_count_[1];
+  std::size_t word = free_pages.lowest() / kWordSize;
+  for (std::size_t taken = 0; taken < blocks.size();) {
+    std::uint64_t rest = free_pages.word(word);
+    const std::uint64_t before = rest;
+    for (; rest != 0 && taken < blocks.size(); rest &= rest - 1) {
+      const std::size_t block = (word * kWordSize) + static_cast<std::size_t>(std::countr_zero(rest));
+      free_counts_[block] = 0;
+      blocks[taken++] = static_cast<std::int64_t>(block);
+    }
+    free_bits_[word] = rest;
+    free_pages.clear_word(word, before & ~rest);
+    if (taken < blocks.size()) word = free_pages.lowest() / kWordSize;
+  }
+  if (free_pages.lowest() == Bitmap::kNone) counts_in_use_.clear(1);
+}
+
+void BlockPool::free_single(std::span<const std::int64_t> blocks) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const std::int64_t block = blocks[i];
+    if (block >= 0 && block < pages_ && free_counts_[index(block)] == 0 && block != pinned_) {
+      free_counts_[index(block)] = 1;
+      continue;
+    }
+    const std::string complaint = complaint_about(block);
+    for (const std::int64_t undo : blocks.first(i)) free_counts_[index(undo)] = 0;
+    throw std::invalid_argument(complaint + "; nothing was freed");
+  }
+  if (blocks.empty()) return;
+  Bitmap& free_pages = *by_count_[1];
+  for (std::size_t i = 0; i < blocks.size();) {
+    const std::size_t word = index(blocks[i] / kWordBits);
+    std::uint64_t mask = 0;
+    for (; i < blocks.size() && index(blocks[i] / kWordBits) == word; ++i) {
+      mask |= std::uint64_t{1} << index(blocks[i] % kWordBits);
+    }
+    free_bits_[word] |= mask;
+    free_pages.set_word(word, mask);
+  }
+  counts_in_use_.set(1);
+}
+
+void BlockPool::pin(std::int64_t block) {
+  if (!is_in_use(block)) throw std::invalid_argument(complaint_about(block) + ": only a block in use can be pinned");
+  pinned_ = block;
 }
 
 bool BlockPool::is_in_use(std::int64_t block) const {
@@ -157,6 +234,7 @@ std::string BlockPool::complaint_about(std::int64_t block) const {
   if (block < 0 || block >= pages_ * blocks_per_page_) {
     return name + " is not in [0," + std::to_string(pages_ * blocks_per_page_) + ")";
   }
+  if (block == pinned_) return name + " is pinned (the null block) and is never freed";
   if (free_counts_[index(block / blocks_per_page_)] == kUnpublished) {
     return name + " is in page " + std::to_string(block / blocks_per_page_) + ", which is not published";
   }
@@ -164,9 +242,15 @@ std::string BlockPool::complaint_about(std::int64_t block) const {
 }
 
 void BlockPool::free(std::span<const std::int64_t> blocks) {
+  if (blocks_per_page_ == 1) {
+    free_single(blocks);
+    available_ += static_cast<std::int64_t>(blocks.size());
+    ids_digest_ = digest_of(blocks);
+    return;
+  }
   // First all bits, which finds repeated ids too, so that a bad id can still undo them; then the counts.
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    if (!is_in_use(blocks[i])) {
+    if (!is_in_use(blocks[i]) || blocks[i] == pinned_) {
       const std::string complaint = complaint_about(blocks[i]);
       for (const std::int64_t undo : blocks.first(i)) {
         free_bits_[index(undo / kWordBits)] &= ~(std::uint64_t{1} << index(undo % kWordBits));
@@ -183,6 +267,7 @@ void BlockPool::free(std::span<const std::int64_t> blocks) {
     i = next;
   }
   available_ += static_cast<std::int64_t>(blocks.size());
+  ids_digest_ = digest_of(blocks);
 }
 
 void BlockPool::reset() {

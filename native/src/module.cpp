@@ -331,6 +331,10 @@ void bind_backing(const nb::module_& m) {
 
 void bind_block_pool(const nb::module_& m) {
   const auto free_blocks = [](BlockPool& pool, const Blocks& blocks) { pool.free({blocks.data(), blocks.size()}); };
+  const auto free_at = [](BlockPool& pool, std::uintptr_t address, std::size_t count) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): tensors tell their address as an integer
+    pool.free({reinterpret_cast<const std::int64_t*>(address), count});
+  };
   nb::class_<BlockPool>(m, "BlockPool", "Hands out block ids deterministically, fullest page first.")
       .def(nb::init<std::int64_t, std::int64_t>(), "pages"_a, "blocks_per_page"_a)
       .def("publish", &BlockPool::publish, "first_page"_a, "count"_a)
@@ -341,6 +345,9 @@ void bind_block_pool(const nb::module_& m) {
       .def("published", &BlockPool::published)
       .def("alloc", &alloc, "n"_a)
       .def("free", free_blocks, "ids"_a)
+      .def("free_at", free_at, "address"_a, "count"_a)
+      .def("pin", &BlockPool::pin, "block"_a)
+      .def_prop_ro("ids_digest", &BlockPool::ids_digest)
       .def("reset", &BlockPool::reset);
 }
 

@@ -16,7 +16,7 @@ from .floor import WARM_UP, now_us
 from .plan import DOMAIN, Cell
 
 STEPS_MAX = 5000
-PAUSE_S = 0.0005
+PAUSE_S = 0.002
 
 
 class Protocol:

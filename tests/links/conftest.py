@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +22,11 @@ from kvcached_dist.coord.links.store import connect_store
 from tests.links.blank import make
 from tests.links.peer import BEAT_S, LEASE_S, ForkedPeer, Peer, PeerProcess
 
+CONNECTIONS = 8
+
+# A store looks up names for every connection; tests must not wait long for a resolver that is slow.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 _sessions = itertools.count(1)
 
 
@@ -31,8 +38,16 @@ def store() -> Any:
 
 @pytest.fixture(scope="session")
 def connections(store: Any) -> StoreConnections:
-    """Connections to it."""
-    return StoreConnections(store)
+    """Connections to it, as many as a test needs at once: making one may wait for a name lookup."""
+    made = StoreConnections(store)
+    together = threading.Barrier(CONNECTIONS)
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        calls = [
+            pool.submit(made.call, lambda own: together.wait(60), 60.0, what="connect") for _ in range(CONNECTIONS)
+        ]
+        for call in calls:
+            call.result()
+    return made
 
 
 @pytest.fixture

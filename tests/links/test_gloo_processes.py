@@ -161,7 +161,7 @@ def test_closing_in_order_reports_no_failure_on_either_side(new_peer: NewPeer, l
     peer.expect("closed")
     peer.tell("exit")
     peer.expect("exiting")
-    assert peer.wait(10) == 0
+    assert peer.wait(30) == 0
 
 
 def test_process_with_an_open_link_exits_by_itself(new_peer: NewPeer, lead: Lead) -> None:
@@ -171,7 +171,7 @@ def test_process_with_an_open_link_exits_by_itself(new_peer: NewPeer, lead: Lead
     ask(end)
     peer.tell("exit")
     peer.expect("exiting")
-    assert peer.wait(10) == 0
+    assert peer.wait(30) == 0
     _, down = end.wait_down()
     assert down.eof
 

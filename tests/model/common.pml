@@ -27,7 +27,6 @@ hidden byte S8;     /* nothing of an older epoch changes state */
 hidden byte S9;     /* duplicates change nothing and get the same answer */
 hidden byte S10;    /* at rest the handles held equal the leader's count, per rank */
 hidden byte S12;    /* log indices only grow; entries apply in order */
-hidden byte L5;     /* with memory everywhere and no faults every grow commits */
 hidden byte CAPACITY;   /* rule M6: published + GROWABLE never exceeds what every rank can back */
 
 #define REQUIRE(property, condition) assert(property || (condition))

@@ -186,7 +186,11 @@ inline change_epoch() {
     FOREACH(x, N)
         if
         :: x > 0 ->
+#ifdef GAP_EMPTIED_UNTIL_SNAPSHOT
+            emptied[x] = (status[x] == RESTARTED);
+#else
             emptied[x] = emptied[x] || status[x] == RESTARTED;  /* until its own JOINED */
+#endif
 #ifdef GAP_MARKS_ON_LINK
             do
             :: len(stream[x]) > 0 -> stream[x]?_, t, _; flying[t]--

@@ -169,7 +169,7 @@ inline take(r, is_reply, what) {
     if
     :: is_reply ->
         asked = asked & ~BIT(r);
-#ifndef QUERY_STRICT
+#ifndef GAP_TWO_QUERIES_IN_ALL
         unreplied[r] = 0;
 #endif
     :: else

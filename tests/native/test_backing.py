@@ -254,6 +254,20 @@ def test_abort_gives_back_only_what_its_transaction_took() -> None:
     grow(backing, 3, PAGE_1)
 
 
+def test_an_abort_in_the_middle_of_a_map_keeps_what_is_mapped() -> None:
+    """The protocol never does this (M3); if somebody does, nothing mapped loses its memory, and the rest is told."""
+    device, backing = host(pool(page_bytes=GRANULE * 3 // 2))
+    assert backing.reserve(1, [PAGE_0]).ok
+    device.faults.arm("map", nth=2)
+    assert not backing.map([PAGE_0]).ok
+    assert backing.abort(1).ok
+    assert states(backing) == {0: "mapped"}
+    assert "lacks handles" in backing.map([PAGE_0]).detail
+    assert backing.plan([PAGE_0]) == [(1, GRANULE)]
+    assert backing.reserve(2, [PAGE_0]).handles_created == [1]
+    assert backing.map([PAGE_0]).ok
+
+
 def test_a_refused_unmap_is_repaired_by_restore() -> None:
     device, backing = host(pool(fill=[(0, 4, 3)], fill_row_bytes=4))
     runs = [PAGE_0, PAGE_1, PAGE_2]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -80,6 +82,19 @@ def test_a_card_that_is_full_says_so_and_keeps_nothing() -> None:
     grow(backing, 2, (0, 0, 5))
     assert device.free_bytes() == 0
     assert backing.reserve(3, [(0, 5, 1)]).exhausted
+
+
+def test_memory_that_the_kernel_refuses_is_not_counted() -> None:
+    device, backing = host(pool())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * GRANULE, limits[1]))  # holds for a memfd as well
+    try:
+        outcome = backing.reserve(1, [(0, 0, 4)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (outcome.status, outcome.code, outcome.exhausted) == (Status.DRIVER_ERROR, errno.EFBIG, False)
+    assert (device.free_bytes(), device.resident_bytes()) == (device.total_bytes(), 0)
+    grow(backing, 2, (0, 0, 4))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,13 @@ class Scenario:
     def play(self) -> list[list[str]]:
         """Carry out the inputs; returns one trace for each."""
         player = Player()
-        return [player.play(block.line) for block in self.blocks]
+        traces = []
+        for block in self.blocks:
+            try:
+                traces.append(player.play(block.line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self.path.name}, input '{block.line}': {error}") from error
+        return traces
 
     def text(self, traces: list[list[str]]) -> str:
         """The file with these traces."""
@@ -138,6 +144,8 @@ class Player:
         """``deliver 0>1``: the next message arrives."""
         source, target = way.split(">")
         for _ in range(int(count)):
+            if not self.world.wires[int(source), int(target)].waiting:
+                raise ValueError("nothing is under way there")
             self.world.deliver(int(source), int(target))
 
     def work(self, rank: str) -> None:

@@ -10,8 +10,10 @@ from kvcached_dist.coord.core.entries import Publish
 from kvcached_dist.coord.core import reclaim
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.core.ledger import Peer
+from kvcached_dist.coord.core.messages import Message, TxnMessage
+from kvcached_dist.coord.core.participant import Participant
 from kvcached_dist.coord.core.replica import Replica
-from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run, Tick
+from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 
 from . import faults
 from .clock import MS, SECOND, WorldClock
@@ -20,10 +22,11 @@ from .host import Host
 from .network import SimLink, Wire
 from .oracle import Oracle, Violation
 from .pool import ListPool
+from .rejoin import Reform
 from .schedule import ARMED, Fault, Plan
 from .workload import Step, Workload
 
-EPOCH = Epoch(3)
+FIRST_EPOCH = Epoch(3)
 """Not the first one, so that frames of an older epoch exist (S8)."""
 
 EVENTS_MAX = 60_000
@@ -33,9 +36,6 @@ GRANULE = 64
 
 EXIT_GRACE = 100 * MS
 """Time between the failure of a rank's coordinator and the end of its process."""
-
-_clock = WorldClock()
-agent_module.ticks = _clock
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class Report:
         calm: it came through the liveness phase.
         verdicts: transactions of the leader by verdict.
         misses: allocations that missed.
+        epochs: changes of epoch that were completed.
         limits: answers to orders of a limit, by status.
     """
 
@@ -67,6 +68,7 @@ class Report:
     verdicts: dict[str, int] = field(default_factory=dict)
     misses: int = 0
     limits: dict[str, int] = field(default_factory=dict)
+    epochs: int = 0
 
 
 class Cluster:
@@ -74,10 +76,11 @@ class Cluster:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        _clock.__init__()  # type: ignore[misc]
-        _clock.offset = plan.clock_offset
-        self.clock = _clock
-        self.loop = _clock.loop
+        self.clock = WorldClock()
+        self.clock.offset = plan.clock_offset
+        self.loop = self.clock.loop
+        # One world at a time: its agents all look at this clock.
+        agent_module.ticks = self.clock
         shape = plan.shape
         self.oracle = Oracle(self.loop, shape.pages, shape.blocks_per_page)
         self.report = Report()
@@ -94,6 +97,8 @@ class Cluster:
         self._revision = 1
         self.diverged = False
         self._paused = 0
+        self.reform: Reform | None = None
+        """A change of epoch that is under way."""
         self._build()
 
     # ------------------------------------------------------------------ construction
@@ -118,20 +123,37 @@ class Cluster:
         for rank in range(plan.ranks):
             workload = Workload(shape, plan.seed)
             self.hosts.append(Host(self, rank, rank // plan.tp, self.oracle.ranks[rank].memory, workload))
-        leader_host = self.hosts[0]
         for host in self.hosts:
-            links: dict[Rank, SimLink] = {}
-            for peer in self.hosts[1:] if host is leader_host else self.hosts[:1]:
-                wire = Wire(self.loop, host, peer, plan.delay, random)
-                self.wires.append(wire)
-                links[Rank(peer.rank)] = SimLink(Rank(peer.rank), EPOCH, wire)
-            lists = [
-                ListPool(pages, size, ordered=plan.ordered)
-                for pages, size in zip(shape.pages, shape.blocks_per_page, strict=True)
-            ]
-            replica = Replica(Rank(host.rank), lists, shape.blocks_per_page)
-            leader = self._leader(replica) if host is leader_host else None
-            host.assemble(EPOCH, links, leader, replica)
+            replica = Replica(Rank(host.rank), self.free_lists(), shape.blocks_per_page)
+            leader = self._leader(replica) if host.rank == 0 else None
+            participant = Participant(Rank(host.rank), FIRST_EPOCH, len(host.memory.pools))
+            host.assemble(FIRST_EPOCH, self.links(host, FIRST_EPOCH), leader, replica, participant)
+
+    def free_lists(self) -> list[ListPool]:
+        """New free lists, one per domain."""
+        sizes = zip(self.plan.shape.pages, self.plan.shape.blocks_per_page, strict=True)
+        return [ListPool(pages, size, ordered=self.plan.ordered) for pages, size in sizes]
+
+    def links(self, host: Host, epoch: Epoch) -> dict[Rank, SimLink]:
+        """New links of a rank: to every follower on the leader, to the leader elsewhere."""
+        links: dict[Rank, SimLink] = {}
+        for peer in self.hosts[1:] if host.rank == 0 else self.hosts[:1]:
+            wire = Wire(self.loop, host, peer, self.plan.delay, self.plan.random, epoch)
+            self.wires.append(wire)
+            links[Rank(peer.rank)] = SimLink(Rank(peer.rank), epoch, wire)
+        return links
+
+    def peers(self) -> list[Peer]:
+        """What the leader is told of every rank when an epoch begins."""
+        return [
+            Peer(
+                view.memory.page_bytes(len(self.plan.shape.pages)),
+                view.memory.card.free - view.memory.card.reserve,
+                self.clock(),
+                tuple(view.memory.held),
+            )
+            for view in self.oracle.ranks
+        ]
 
     def _pools(self, rank: int, random: Random) -> tuple[PoolModel, ...]:
         """Pools of a rank: page sizes that granules do not divide; a late stage may lack a family."""
@@ -145,17 +167,7 @@ class Cluster:
         return tuple(pools)
 
     def _leader(self, replica: Replica) -> Leader:
-        shape = self.plan.shape
-        peers = [
-            Peer(
-                view.memory.page_bytes(len(shape.pages)),
-                view.memory.card.free - view.memory.card.reserve,
-                self.clock(),
-                (0,) * len(view.memory.pools),
-            )
-            for view in self.oracle.ranks
-        ]
-        return Leader(EPOCH, self.plan.policy, replica, shape.pages, peers, self.clock())
+        return Leader(FIRST_EPOCH, self.plan.policy, replica, self.plan.shape.pages, self.peers(), self.clock())
 
     # ------------------------------------------------------------------ running
 
@@ -203,7 +215,11 @@ class Cluster:
             return True
         for rank, when in self.deadlines.items():
             if self.loop.now > when:
-                ignorant = [h.rank for h in running if h.failed_at is None and h.stopped_until <= self.loop.now]
+                ignorant = [
+                    host.rank
+                    for host in running
+                    if host.failed_at is None and host.agent.lost is None and host.stopped_until <= self.loop.now
+                ]
                 self.oracle.require(not ignorant, "L2", f"ranks {ignorant} do not know that rank {rank} is gone")
         return False
 
@@ -361,6 +377,16 @@ class Cluster:
         self.report.limits[answer.status.value] = self.report.limits.get(answer.status.value, 0) + 1
         self._revision += 1
 
+    def lost(self, host: Host) -> None:
+        """A rank has learned that this epoch ends."""
+        if self.reform is None and host.rank == 0:
+            self.reform = Reform(self)
+
+    def late_message(self, host: Host, source: Rank, message: Message) -> None:
+        """A message of a closed link arrives in the next epoch: it changes nothing (S8)."""
+        if isinstance(message, TxnMessage) and not host.agent.participant.joining:
+            faults.must_not_matter(self, host, source, message, "S8")
+
     def pause(self, amount: int) -> None:
         """Something stands still for a while; pauses that add up to more than a lease look like a hung leader."""
         self._paused += amount
@@ -390,11 +416,6 @@ class Cluster:
         """A rank's program is over."""
         self.loop.note(host.rank, "done", "")
         self.wake()
-
-
-def tick(value: int) -> Tick:
-    """A duration as a tick."""
-    return Tick(value * MS)
 
 
 __all__ = ["Cluster", "Report"]

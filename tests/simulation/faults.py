@@ -168,7 +168,7 @@ def duplicate(cluster: Cluster, host: Host) -> bool:
     source, message = cluster.plan.random.choice(known)
     if cluster.hosts[source].stopped_until > cluster.loop.now:
         return False
-    _must_not_matter(cluster, host, source, message, "S9")
+    must_not_matter(cluster, host, source, message, "S9")
     return True
 
 
@@ -181,11 +181,12 @@ def old_epoch(cluster: Cluster, host: Host) -> bool:
     message = replace(message, epoch=Epoch(message.epoch - 1))
     if isinstance(message, TxnMessage):
         message = replace(message, txn=cluster.leader.last_txn)
-    _must_not_matter(cluster, host, source, message, "S8")
+    must_not_matter(cluster, host, source, message, "S8")
     return True
 
 
-def _must_not_matter(cluster: Cluster, host: Host, source: Rank, message: Message, rule: str) -> None:
+def must_not_matter(cluster: Cluster, host: Host, source: Rank, message: Message, rule: str) -> None:
+    """Deliver a message and compare everything before and after."""
     before = fingerprint(host)
     heard = [peer.heard for peer in host.leader.peers] if host.leader is not None else []
     cluster.oracle.repeating = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvcached_dist.agent import Agent, Timing
 from kvcached_dist.coord.core.effects import Work, WorkKind
 from kvcached_dist.coord.core.entries import Entry, Grant, Mark, PositionKind, Quarantine
-from kvcached_dist.coord.core.errors import GroupFailed, LinkDown
+from kvcached_dist.coord.core.errors import GroupFailed, LinkDown, RankLost
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.core.messages import ANSWERS, Message, State
 from kvcached_dist.coord.core.participant import Participant
@@ -118,40 +118,63 @@ class Host:
         self.rank = rank
         self.stage = stage
         self.memory = memory
-        self.workload = workload
         self.view = cluster.oracle.ranks[rank]
         self.dead = False
         self.stopped_until = 0
-        self.armed: dict[WorkKind, list[Fault]] = {kind: [] for kind in WorkKind}
         self.received: deque[tuple[Rank, Message]] = deque(maxlen=24)
         self.heard: dict[Rank, int] = {}
         self.resumed_at = 0
         self.late_until = 0
+        self.life = 0
+        """Processes of this rank that have ended; what an earlier one began is forgotten."""
         self.device_free_at = 0
-        self.parked = False
-        """The next step waits for other ranks; :meth:`unpark` goes on."""
-        self.step_done = 0
-        self.ended = False
         self.diverge = False
         self.failed_at: int | None = None
+        self.armed: dict[WorkKind, list[Fault]] = {kind: [] for kind in WorkKind}
+        self.drops = Drops(self)
+        self._blocked_op = 0
+        self._busy: Work | None = None
+        self._begin(workload)
+
+    def _begin(self, workload: Workload) -> None:
+        """The engine starts: nothing is allocated."""
+        self.workload = workload
         self.program: Program = workload.program()
         self.op: Op = next(self.program)
+        self.step_done = 0
+        self.ended = False
+        self.parked = False
+        """The next step waits for other ranks; :meth:`unpark` goes on."""
         self._waiting: Foreground | None = None
         self._blocked_since: int | None = None
-        self._blocked_op = 0
         self._next_step_at = 0
-        self._busy: Work | None = None
         self._live = [[0] * pages for pages in workload.shape.pages]
 
-    def assemble(self, epoch: Epoch, links: Mapping[Rank, SimLink], leader: Leader | None, replica: Replica) -> None:
-        """Make the agent."""
+    def restart(self, workload: Workload, memory: RankMemory) -> None:
+        """The engine starts again in a new epoch; ``memory`` is another one where the process was restarted."""
+        self.received.clear()
+        self.failed_at = None
+        self.dead = self.view.gone = False
+        self.life += self.memory is not memory
+        self._blocked_op += 1
+        self.memory = self.view.memory = memory
+        self._begin(workload)
+
+    def assemble(
+        self,
+        epoch: Epoch,
+        links: Mapping[Rank, SimLink],
+        leader: Leader | None,
+        replica: Replica,
+        participant: Participant,
+    ) -> None:
+        """Make the agent of an epoch."""
         self.links = dict(links)
-        self.drops = Drops(self)
         self.agent = SimAgent(
             rank=Rank(self.rank),
             epoch=epoch,
             replica=replica,
-            participant=Participant(Rank(self.rank), epoch, len(self.memory.pools)),
+            participant=participant,
             describe=lambda peer: f"rank {peer} (stage {self.cluster.hosts[peer].stage})",
             links=links,  # type: ignore[arg-type]
             worker=self,
@@ -215,13 +238,18 @@ class Host:
 
     def receive(self, source: Rank, message: Message) -> None:
         """A message arrives."""
+        if message.epoch != self.agent.epoch:
+            self.cluster.late_message(self, source, message)
+            return
         self.heard[source] = self.loop.now
         self.received.append((source, message))
         self.agent.on_message(source, message)
         self.settle()
 
-    def link_down(self, peer: Rank, reason: str, eof: bool) -> None:
+    def link_down(self, peer: Rank, reason: str, eof: bool, epoch: Epoch) -> None:
         """A link has ended."""
+        if epoch != self.agent.epoch:
+            return
         link = self.links[peer]
         if link.down is not None:
             return
@@ -236,10 +264,12 @@ class Host:
         if self.ended:
             return
         self.loop.after(self.cluster.plan.beat, self, self.beat)
+        if self.cluster.reform is not None:
+            return
         self.agent._beat()
         for peer, heard in self.heard.items():
             if self.loop.now - max(heard, self.resumed_at) > self.cluster.plan.lease and self.links[peer].down is None:
-                self.link_down(peer, "silent for a lease", eof=False)
+                self.link_down(peer, "silent for a lease", False, self.agent.epoch)
         self.settle()
 
     def tick(self) -> None:
@@ -247,6 +277,8 @@ class Host:
         if self.ended or self.leader is None:
             return
         self.loop.after(self.cluster.plan.tick, self, self.tick)
+        if self.cluster.reform is not None:
+            return
         with self.agent.entered():
             self.leader.tick(self.cluster.clock())
         self.cluster.at_tick()
@@ -258,27 +290,31 @@ class Host:
         if agent._fences:
             agent._poll_fences()
         if self._busy is None and agent._work:
-            self._begin_work(agent._work.popleft(), self.loop.now)
+            self._begin_work(agent._work.popleft(), self.loop.now, self.life)
         if agent.failure is not None and self.failed_at is None:
             self.failed_at = self.loop.now
             self.loop.note(self.rank, "failed", agent.failure.cause, int(agent.failure.cause.kind))
             self.cluster.host_failed(self)
-        if self._blocked_since is not None:
+        if agent.lost is not None:
+            self.cluster.lost(self)
+        elif self._blocked_since is not None:
             self.schedule()
         self.cluster.watch()
 
     # ------------------------------------------------------------------ the worker thread
 
-    def _begin_work(self, work: Work, asked: int) -> None:
+    def _begin_work(self, work: Work, asked: int, life: int) -> None:
+        if life != self.life:
+            return
         card, plan = self.memory.card, self.cluster.plan
         self._busy = work
         if work.kind is WorkKind.RESERVE and card.turn not in (None, self.rank):
             if self.loop.now - asked > plan.growth_deadline:
                 self.cluster.struck("admission", self.rank)
                 self._outcome: Cause | None = Cause(CauseKind.ADMISSION, Rank(self.rank), "the turn did not come")
-                self.loop.after(1, self, self._end_work, work)
+                self.loop.after(1, self, self._end_work, work, life)
             else:
-                self.loop.after(plan.turn_poll, self, self._begin_work, work, asked)
+                self.loop.after(plan.turn_poll, self, self._begin_work, work, asked, life)
             return
         if work.kind is WorkKind.RESERVE:
             card.turn = self.rank
@@ -289,9 +325,11 @@ class Host:
             self.cluster.struck("slow_work", self.rank)
         if plan.work_is_early:
             self._strike(work)
-        self.loop.after(delay, self, self._end_work, work)
+        self.loop.after(delay, self, self._end_work, work, life)
 
     def _strike(self, work: Work) -> None:
+        if not self.agent.participant.joining:
+            self.cluster.oracle.work_begins(self.rank, work)
         fault = self._due(work, slow=False)
         fail, at = (None, 0) if fault is None else (CAUSE_OF[fault.kind], fault.amount)
         if fault is not None:
@@ -300,6 +338,8 @@ class Host:
         self.loop.note(self.rank, "work", f"{work.kind.value} txn {work.txn}: {self._outcome or 'ok'}", int(work.txn))
         if fail is None and self._outcome is not None and self._outcome.kind is CauseKind.EXHAUSTED:
             self.cluster.struck("no_memory", self.rank)
+        if self._outcome is not None and self.agent.participant.joining:
+            self.cluster.excuses.add((self._outcome.kind, self.rank))
         card = self.memory.card
         if work.kind is WorkKind.RESERVE and self._outcome is None and self.memory.created_by(work.txn):
             within = card.free >= card.reserve and self.memory.bytes <= (self.memory.limit or self.memory.bytes)
@@ -319,7 +359,9 @@ class Host:
                     return fault
         return None
 
-    def _end_work(self, work: Work) -> None:
+    def _end_work(self, work: Work, life: int) -> None:
+        if life != self.life:
+            return
         admitted = self.memory.card.turn == self.rank
         if not self.cluster.plan.work_is_early and (work.kind is not WorkKind.RESERVE or admitted):
             self._strike(work)
@@ -333,10 +375,10 @@ class Host:
 
     def schedule(self) -> None:
         """Run the engine until it has to wait or a step has ended."""
-        if self._blocked_since is None and self.loop.now < self._next_step_at:
+        if self.cluster.reform is not None or (self._blocked_since is None and self.loop.now < self._next_step_at):
             return
         try:
-            while not self.ended and self.agent.failure is None:
+            while not self.ended and self.agent.failure is None and self.agent.lost is None:
                 op = self.op
                 if isinstance(op, Step) and self._blocked_since is None and not self.cluster.may_step(self, op):
                     self.parked = True
@@ -351,7 +393,7 @@ class Host:
                     self._next_step_at = self.loop.now + self.cluster.plan.step_time(self, op.calm)
                     self.loop.at(self._next_step_at, self, self.schedule)
                     return
-        except GroupFailed:
+        except (GroupFailed, RankLost):
             self._unblock()
             self.settle()
         except StopIteration:
@@ -391,7 +433,7 @@ class Host:
         try:
             with self.agent.entered():
                 self.agent.next_mark(kind, position, wait_s=0.0)
-        except GroupFailed:
+        except (GroupFailed, RankLost):
             self.settle()
 
     def _execute(self, op: Op) -> object:
@@ -527,9 +569,11 @@ class Host:
 
     def _launch(self) -> None:
         self.cluster.oracle.launch(self.rank)
-        self.loop.at(self.cluster.plan.batch_end(self), self, self._batch_done)
+        self.loop.at(self.cluster.plan.batch_end(self), self, self._batch_done, self.life)
 
-    def _batch_done(self) -> None:
+    def _batch_done(self, life: int) -> None:
+        if life != self.life:
+            return
         self.cluster.oracle.finish(self.rank)
         self.settle()
 

@@ -24,10 +24,14 @@ class Wire:
         target: receiving host.
         delay: shortest and longest time that a message is under way.
         random: of the delays.
+        epoch: epoch of the link.
     """
 
-    def __init__(self, loop: Loop, source: Host, target: Host, delay: tuple[int, int], random: Random) -> None:
+    def __init__(
+        self, loop: Loop, source: Host, target: Host, delay: tuple[int, int], random: Random, epoch: Epoch
+    ) -> None:
         self.loop = loop
+        self.epoch = epoch
         self.source = source
         self.target = target
         self.silent = False
@@ -62,7 +66,7 @@ class Wire:
         """The receiver learns, after what is under way, that there will be no more."""
         if not self.ended:
             self.ended = True
-            self.loop.at(self._arrival(), self.target, self.target.link_down, Rank(self.source.rank), reason, eof)
+            self.loop.at(self._arrival(), self.target, self.target.link_down, Rank(self.source.rank), reason, eof, self.epoch)
 
 
 class SimLink:

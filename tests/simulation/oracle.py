@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcached_dist.coord.core import messages as m
+from kvcached_dist.coord.core.effects import Work
 from kvcached_dist.coord.core.entries import Entry, Growable, Mark, Publish, Quarantine, Reclaimed, Retire, Unretire
 from kvcached_dist.coord.core.types import Run
 
@@ -90,6 +91,8 @@ class Oracle:
         self.log: list[Entry] = []
         self.ops: list[tuple[object, ...]] = []
         self.checks: dict[str, int] = {}
+        self.reformed = False
+        """Epochs have changed: a restarted rank holds nothing for retained runs (M1)."""
         self.repeating = False
         """A message is delivered once more: its answer says what was, not what is."""
         self._newest = 0
@@ -228,6 +231,14 @@ class Oracle:
                 self.require(left == 0, "S7", f"rank {rank} refused txn {message.txn} and keeps {left} handles of it")
             case _:
                 pass
+
+    def work_begins(self, rank: int, work: Work) -> None:
+        """A rank begins driver work: none lies between its last yes and the publish (S11)."""
+        view = self.txns.get(work.txn)
+        if view is None or not view.grow:
+            return
+        said_yes = ("Mapped", rank) in view.answered and view.verdict == ""
+        self.require(not said_yes, "S11", f"rank {rank} begins {work.kind.value} of txn {work.txn} after MAPPED")
 
     # ------------------------------------------------------------------ the log
 
@@ -384,21 +395,84 @@ class Oracle:
             self.require(leader == record, "S5", f"operation {this.ops}: rank {rank} {record}, elsewhere {leader}")
         this.ops += 1
 
+    # ------------------------------------------------------------------ change of epoch
+
+    def resolved(self, snapshot: m.Snapshot) -> None:
+        """A new epoch begins with ``snapshot``: compare it with what rule M2 makes of the open transaction."""
+        self.reformed = True
+        self._forget_released()
+        expected: dict[Run, str] = {}
+        for run, (state, txn) in list(self.runs.items()):
+            expected[run] = what = self._after_epoch(state, self.txns[txn])
+            view = self.txns[txn]
+            view.verdict = view.verdict or "resolved"
+            if what == "absent":
+                del self.runs[run]
+            elif what == "retained":
+                view.verdict = "retained"
+                self.runs[run] = (Page.OPEN, txn)
+            elif what == "published":
+                self.runs[run] = (Page.PUBLISHED, txn)
+        named = {item.run: "published" if item.published else "retained" for item in snapshot.runs}
+        named |= dict.fromkeys(snapshot.quarantined, "quarantined")
+        for run in expected.keys() | named.keys():
+            wanted, got = expected.get(run, "absent"), named.get(run, "absent")
+            # A quarantine that no mark has carried yet is known to the leader alone.
+            right = wanted == got or (wanted, got) == ("retained", "quarantined")
+            self.require(right, "S1", f"the snapshot names {run} as {got}, it has to be {wanted} (M2)")
+            if got == "quarantined":
+                self.runs[run] = (Page.QUARANTINED, self.runs[run][1])
+        self.require(snapshot.next_index == len(self.log), "S12", f"snapshot at {snapshot.next_index} (M1)")
+        self.ops.clear()
+
+    def _after_epoch(self, state: Page, view: TxnView) -> str:
+        sent = {name for name, _ in view.sent}
+        if state in (Page.PUBLISHED, Page.QUARANTINED):
+            return state.value
+        if state is Page.OPEN:
+            return "retained" if view.adopted or "Map" in sent or not view.grow else "absent"
+        if "Unmap" in sent and "Restore" not in sent:
+            return "absent"
+        return "retained" if view.retained else "published"
+
+    def joined(self, rank: int, snapshot: m.Snapshot, *, restarted: bool) -> None:
+        """A rank has processed the snapshot."""
+        this = self.ranks[rank]
+        this.log_index, this.ops = snapshot.next_index, 0
+        this.live = [0] * len(self.pages)
+        this.published = [0] * len(self.pages)
+        this.retired_at.clear()
+        for run, (state, _) in self.runs.items():
+            if state is Page.PUBLISHED:
+                self.require(this.memory.is_mapped(run), "S3", f"rank {rank} has joined without {run}")
+                this.published[run.domain] |= mask(run)
+            elif restarted:
+                self.require(not this.memory.holds_any(run), "S10", f"restarted rank {rank} holds {run} (M1)")
+        for txn, view in self.txns.items():
+            if view.verdict in ("resolved", "reclaimed", "aborted"):
+                left = [run for run in view.runs if run not in self.runs and this.memory.holds_any(run)]
+                self.require(not left, "L3", f"rank {rank} has joined and keeps {left} of txn {txn}")
+
     # ------------------------------------------------------------------ at rest
 
     def at_rest(self, counted: Sequence[tuple[int, ...]]) -> None:
         """Nothing is open or queued. ``counted`` is the leader's count of handles per rank and pool."""
         self._forget_released()
-        held_runs = list(self.runs)
-        for rank, view in self.living():
-            expected = view.memory.counted(held_runs)
-            held = tuple(view.memory.held)
-            self.require(held == expected, "S10", f"rank {rank} holds {held} handles, its runs need {expected}")
-            self.require(
-                counted[rank] == held, "S10", f"rank {rank} holds {held} handles, the leader counts {counted[rank]}"
-            )
         for txn, seen in self.txns.items():
             if seen.verdict == "aborted":
                 for rank, view in self.living():
                     left = view.memory.created_by(txn)
                     self.require(left == 0, "L3", f"txn {txn} was aborted and rank {rank} keeps {left} handles of it")
+        held_runs = list(self.runs)
+        for rank, view in self.living():
+            needed = [
+                run
+                for run in held_runs
+                if not self.reformed or self.runs[run][0] is Page.PUBLISHED or view.memory.holds_any(run)
+            ]
+            expected = view.memory.counted(needed)
+            held = tuple(view.memory.held)
+            self.require(held == expected, "S10", f"rank {rank} holds {held} handles, its runs need {expected}")
+            self.require(
+                counted[rank] == held, "S10", f"rank {rank} holds {held} handles, the leader counts {counted[rank]}"
+            )

@@ -229,6 +229,7 @@ def draw(seed: int) -> Plan:
         reclaim_interval_steps=random.choice((1, 3, 16)),
         backoff_min=random.choice((1 * MS, 20 * MS)),
         backoff_max=80 * MS,
+        rejoin=random.random() < 0.3,
         seed=random.randrange(1 << 30),
     )
     plan = Plan(
@@ -261,7 +262,7 @@ def draw(seed: int) -> Plan:
 
 def _draw_faults(plan: Plan, random: Random) -> list[Fault]:
     """Faults of random kinds at random phases; how many, and how many may be fatal, is drawn too."""
-    fatal_share = random.choice((0.0, 0.0, 0.0, 0.15))
+    fatal_share = 0.3 if plan.policy.rejoin else random.choice((0.0, 0.0, 0.15))
     mild = [kind for kind in CELLS if kind not in FATAL]
     fatal = sorted(FATAL)
     faults = []

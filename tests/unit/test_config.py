@@ -101,6 +101,7 @@ BAD_VALUES = [
     ("KVCACHED_DIST_SEED", "0x10"),
     ("KVCACHED_DIST_ON_RANK_LOST", "retry"),
     ("KVCACHED_DIST_FAULT_JOURNAL", "here"),
+    ("KVCACHED_DIST_HOST_CARD_FILE", "here"),
 ]
 
 
@@ -119,7 +120,8 @@ def test_bad_values_are_refused_in_one_line_with_a_value_that_works(name: str, t
 
 
 def test_every_setting_has_a_bad_value_above() -> None:
-    never_bad = {"KVCACHED_REQUIRE", "KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE", "KVCACHED_SGLANG_DSV4_RUNTIME_RESERVATION"}
+    never_bad = {"KVCACHED_REQUIRE", "KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE", "KVCACHED_SGLANG_DSV4_RUNTIME_RESERVATION",
+                 "KVCACHED_DIST_FAULTS"}  # fmt: skip
     assert {setting.name for setting in SETTINGS.values()} - {name for name, _ in BAD_VALUES} == never_bad
 
 
@@ -166,7 +168,7 @@ def test_a_config_is_frozen_hashable_and_travels_to_other_processes() -> None:
 def test_the_world_digest_covers_what_all_ranks_must_share_and_nothing_else() -> None:
     base = Config()
     other_values: dict[str, object] = {
-        "enabled": True, "autopatch": True, "require": True, "sglang_dsv4_kv_pool_bridge": False,
+        "enabled": True, "autopatch": False, "require": True, "sglang_dsv4_kv_pool_bridge": False,
         "sglang_dsv4_runtime_reservation": False, "page_size_mb": 4, "contiguous_layout": True,
         "gpu_utilization": 0.5, "min_reserved_pages": 1, "max_reserved_pages": 20, "ipc_name": "x",
         "ipc_timeout_s": 5, "log_level": "ERROR", "physical_growth_lock_dir": "/var/lock",
@@ -174,6 +176,7 @@ def test_the_world_digest_covers_what_all_ranks_must_share_and_nothing_else() ->
         "start_timeout_s": 9, "map_retries": 0, "run_pages_min": 2, "run_pages_max": 2,
         "host_granule_bytes": 4096, "host_capacity_bytes": 1 << 30, "physical_limit_bytes": 1 << 30,
         "state_dir": "/tmp", "seed": 1, "on_rank_lost": "rejoin", "fault_journal": "/tmp/f",
+        "host_card_file": "/tmp/card", "faults": "rank=0,op=create",
     }  # fmt: skip
     assert other_values.keys() == SETTINGS.keys()
     for attribute, value in other_values.items():

@@ -174,6 +174,30 @@ def test_without_faults_nothing_is_armed_opened_or_counted(plan: FaultPlan | Non
     assert not journal.exists()
 
 
+def test_faults_of_an_open_plan_can_be_replaced_while_it_runs(tmp_path: Path) -> None:
+    hook, journal = RecordingHook(), tmp_path / "faults.jsonl"
+    injector = Injector(FaultPlan(open=True), 1, str(journal))
+    injector.arm(hook)
+    assert injector.active
+    assert not injector.drops("RESERVED")
+    specs = [FaultSpec.parse(f"rank={rank},op=drop,message=RESERVED,nth=2") for rank in (0, 1)]
+    injector.rearm(specs, hook)
+    assert [injector.drops("RESERVED") for _ in range(3)] == [False, True, False]
+    injector.rearm([FaultSpec.parse("rank=1,op=create,nth=4")], hook)
+    assert hook.armed == [("create", 4, 1, 0, True)]
+    hook.counts["create"] = 1
+    injector.rearm([], hook)
+    assert not any(injector.drops("RESERVED") for _ in range(3))
+    injector.close()
+    assert [fired.fault for fired in Journal.read(str(journal))] == ["drop", "driver"]
+
+
+def test_faults_of_a_closed_plan_cannot(tmp_path: Path) -> None:
+    injector = Injector(FaultPlan.parse(["rank=1,op=create,nth=4"]), 1)
+    with pytest.raises(RuntimeError, match=r"FaultPlan\(open=True\)"):
+        injector.rearm([], None)
+
+
 def test_an_unusable_journal_is_refused_at_start(tmp_path: Path) -> None:
     plan = FaultPlan.parse(["rank=0,op=kill,at=map"])
     with pytest.raises(ConfigError, match="KVCACHED_DIST_FAULT_JOURNAL=/nonexistent/j"):

@@ -51,9 +51,11 @@ ARCHITECTURE = {
     ),
     "agent": Component(("agent", "bootstrap", "physical", "cuda_fence"), imports=BELOW_AGENT, external=("torch",)),
     "coordinator": Component(
-        ("coordinator", "domain", "startup", "observe"), imports=(*BELOW_AGENT, "agent"), external=("torch", "numpy")
+        ("coordinator", "stream", "domain", "startup", "observe"),
+        imports=(*BELOW_AGENT, "agent"),
+        external=("torch", "numpy"),
     ),
-    "engines": Component(("engines",), imports=BELOW_ENGINES, external=("torch", "numpy", "sglang")),
+    "engines": Component(("sglang",), imports=BELOW_ENGINES, external=("torch", "numpy", "sglang")),
     "replay": Component(
         ("replay",), imports=(*BELOW_ENGINES, "package"), external=("torch", "numpy", "matplotlib", "rich")
     ),

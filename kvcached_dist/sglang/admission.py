@@ -1,0 +1,92 @@
+"""Two numbers, one rule: future tokens may count on growth, a step counts what is published.
+
+The engine's ``PrefillAdder`` keeps two remainders. The total one (``rem_total_token_offset``) covers tokens that
+requests will produce later: what every rank could still back counts there. The current one stays with published ids,
+because the step allocates right away and a miss after admission ends the server.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .runtime import Runtime
+
+PARKED = "_kvcached_parked"
+
+
+class Admission:
+    """Hooks on ``PrefillAdder``.
+
+    Args:
+        runtime: what is elastic in this process.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def opened(self, _result: None, adder: Any, *_args: Any, **_kwargs: Any) -> None:
+        """After ``__init__``: growth counts for tokens of later steps."""
+        if self._runtime.elastic:
+            adder.rem_total_token_offset -= self._runtime.growable_tokens()
+
+    def add_chunked_req(self, original: Any, adder: Any, req: Any) -> Any:
+        """The next chunk of a long prompt: as much as is published, and none at all where nothing is.
+
+        The engine would schedule a whole chunk even when nothing is left. A parked chunk stays the engine's chunked
+        request and comes again in the next round; nobody else is admitted before it.
+        """
+        if not self._runtime.elastic:
+            return original(adder, req)
+        page = adder.page_size
+        room = (int(adder.cur_rem_tokens) - page) // page * page
+        if room <= 0:
+            setattr(adder, PARKED, True)
+            self._runtime.parked_chunks += 1
+            return req
+        withheld = max(0, adder.rem_chunk_tokens - room)
+        adder.rem_chunk_tokens -= withheld
+        try:
+            return original(adder, req)
+        finally:
+            adder.rem_chunk_tokens += withheld
+
+    def add_one_req(self, original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """A waiting request: not before a parked chunk, and only with its first step published."""
+        if self._runtime.elastic:
+            results = _results()
+            if getattr(adder, PARKED, False):
+                return results.OTHER
+            if not self._fits_now(adder, req):
+                return results.NO_TOKEN
+        return original(adder, req, *args, **kwargs)
+
+    def add_one_req_ignore_eos(self, original: Any, adder: Any, req: Any) -> Any:
+        """Requests of known length without a prefix cache: the engine counts their future on the current remainder."""
+        if not self._runtime.elastic:
+            return original(adder, req)
+        growable = self._runtime.growable_tokens()
+        adder.cur_rem_token_offset -= growable
+        try:
+            verdict = original(adder, req)
+        finally:
+            adder.cur_rem_token_offset += growable
+        results = _results()
+        if verdict == results.CONTINUE and adder.cur_rem_tokens <= 0:
+            return results.NO_TOKEN
+        return verdict
+
+    def _fits_now(self, adder: Any, req: Any) -> bool:
+        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        if adder.rem_chunk_tokens is not None:
+            tokens = min(tokens, max(adder.rem_chunk_tokens, 0))
+        needed = int(adder.ceil_paged_tokens(tokens)) + int(adder.page_size)
+        if needed <= self._runtime.published_free_tokens() - adder.cur_rem_token_offset:
+            return True
+        # What the prefix cache holds may be evicted for it, but not the request's own prefix.
+        with adder._lock_node(req.last_node):
+            return bool(needed <= adder.cur_rem_tokens)
+
+
+def _results() -> Any:
+    return importlib.import_module("sglang.srt.managers.schedule_policy").AddReqResult

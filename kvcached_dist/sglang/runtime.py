@@ -1,0 +1,346 @@
+r"""What is elastic in this scheduler process, from the agreement of all ranks to the end of the process.
+
+::
+
+    UNDECIDED --agree--> AGREED --start--> STARTED --bind--> BOUND --attach--> SERVING
+        \__________________\_______________\__ NATIVE, with one line that says why
+
+Every arrow is taken by all ranks together: each follows an exchange in which a single no keeps the native pools.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _native
+from ..config import Config
+from ..coord.core.entries import Evict, Growable, Publish, Retire, Unretire
+from ..coord.core.errors import ConfigError
+from ..faults import FaultPlan
+from ..stream import EngineList, StreamCoordinator
+from . import engine, specs
+from .fence import StreamFence
+from .lists import TokenList
+from .needs import Needs
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from ..agent import Fence
+    from ..pools.specs import StageSpec
+
+_log = logging.getLogger("kvcached_dist.sglang")
+
+
+class Phase(Enum):
+    """How far this process has come."""
+
+    UNDECIDED = "undecided"
+    NATIVE = "native"
+    AGREED = "agreed"
+    STARTED = "started"
+    BOUND = "bound"
+    SERVING = "serving"
+
+
+class Mark:
+    """A mark on the engine's request broadcast. Unknown to the engine, taken out before it looks.
+
+    Attributes:
+        frames: what rank 0 decided, as the library's own frames.
+    """
+
+    __slots__ = ("frames",)
+
+    def __init__(self, frames: tuple[bytes, ...]) -> None:
+        self.frames = frames
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[tuple[bytes, ...]]]:
+        return Mark, (self.frames,)
+
+
+class Runtime:
+    """State of one scheduler process.
+
+    Args:
+        config: settings, read once.
+        missing: places of the engine that should be hooked and are not.
+
+    Threads: the scheduler thread.
+    """
+
+    def __init__(self, config: Config, missing: Callable[[], list[str]]) -> None:
+        self.config = config
+        self.phase = Phase.UNDECIDED
+        self.reason = ""
+        self.coordinator: StreamCoordinator | None = None
+        self.tokens: TokenList | None = None
+        self.parked_chunks = 0
+        self.evicted_tokens = 0
+        self._missing = missing
+        self._configurator: Any = None
+        self._scheduler: Any = None
+        self._needs: Needs | None = None
+        self._page_size = 1
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the engine runs on elastic pools."""
+        return self.phase in (Phase.BOUND, Phase.SERVING)
+
+    # ------------------------------------------------------------------ start
+
+    def agree(self, configurator: Any, sizes: Any) -> Any | None:
+        """Collective: whether this engine's pools become elastic, and how many tokens any rank could ever hold.
+
+        Args:
+            configurator: the engine's ``KVCacheConfigurator``, about to build pools.
+            sizes: the sizes that it derived.
+
+        Returns:
+            Sizes cut down to what every rank's device could hold, or ``None`` where they stay.
+
+        Raises:
+            ConfigError: with ``KVCACHED_REQUIRE``, the pools would stay native.
+        """
+        if configurator.is_draft_worker or self.phase is not Phase.UNDECIDED:
+            return None
+        missing = self._missing()
+        reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(configurator)
+        fitting = 0 if reason else self._fitting_tokens(configurator)
+        answers = engine.gather((reason, fitting))
+        refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
+        if refused:
+            self.stay_native("; ".join(refused))
+            return None
+        self.phase = Phase.AGREED
+        self._configurator = configurator
+        least = min(fitting for _, fitting in answers)
+        if least >= sizes.max_total_num_tokens:
+            return None
+        rank = next(rank for rank, (_, fitting) in enumerate(answers) if fitting == least)
+        _log.warning(
+            "event=capacity_cut tokens=%d from=%d why='rank %d cannot hold more beside its reserve'",
+            least, sizes.max_total_num_tokens, rank,
+        )  # fmt: skip
+        fields = {name: getattr(sizes, name) for name in type(sizes).__struct_fields__}
+        return type(sizes)(**{**fields, "max_total_num_tokens": least})
+
+    def _fitting_tokens(self, configurator: Any) -> int:
+        """Tokens that the physical memory of this rank could hold, in whole pages of the engine."""
+        model, page = configurator.model_config, int(configurator.pool_page_size)
+        info = configurator.layer_info
+        heads = model.get_num_kv_heads(configurator.ps.attn_tp_size, configurator.ps.attn_dcp_size)
+        item = configurator.kv_cache_dtype.itemsize
+        layers = info.end_layer - info.start_layer
+        v_dim = getattr(model, "v_head_dim", None) or model.head_dim
+        token_bytes = heads * (model.head_dim + v_dim) * item * layers
+        if configurator.device == "cpu":
+            usable, granule = self.config.host_capacity_bytes, self.config.host_granule_bytes
+        else:
+            free_and_total = torch.cuda.mem_get_info(configurator.gpu_id)
+            own = torch.cuda.memory_reserved(configurator.gpu_id)
+            usable, granule = int(free_and_total[1] * self.config.gpu_utilization) - own, 2 << 20
+        # The null page, and one shared granule at either end of every lane.
+        usable -= 2 * layers * (2 * granule) + token_bytes * page
+        return max(0, int(usable // (token_bytes * page)) * page)
+
+    def start(self, pool: Any) -> StageSpec | None:
+        """Collective: pools of this stage, their null page backed on all ranks; ``None``: they stay native.
+
+        Args:
+            pool: the engine's pool, about to create its buffers.
+
+        Raises:
+            ConfigError: with ``KVCACHED_REQUIRE``, the pool would stay native.
+            GroupFailed, WaitTimeout: a rank failed or did not come.
+        """
+        configurator = self._configurator
+        parallel = configurator.ps
+        granule = self.config.host_granule_bytes if configurator.device == "cpu" else 2 << 20
+        stage: StageSpec | None = None
+        try:
+            geometry = specs.mha_geometry(pool, int(configurator.model_config.num_hidden_layers))
+            stage = specs.mha_stage(
+                geometry, pp_rank=parallel.pp_rank, pp_size=parallel.pp_size, tp_size=parallel.tp_size,
+                granule_bytes=granule,
+            )  # fmt: skip
+            reason = ""
+        except ConfigError as error:
+            reason = str(error)
+        refused = [f"rank {rank}: {why}" for rank, why in enumerate(engine.gather(reason)) if why]
+        if refused or stage is None:
+            self.stay_native("; ".join(refused))
+            return None
+
+        def make_lists(blocks: Sequence[int], per_page: Sequence[int]) -> list[EngineList]:
+            self.tokens = TokenList(specs.FULL, blocks[0], per_page[0], geometry.ids)
+            return [self.tokens]
+
+        store, session = engine.open_store(engine.store_host(configurator.server_args))
+        world = engine.world_of(parallel)
+        self.coordinator = StreamCoordinator.start(
+            world=world,
+            stage=stage,
+            device=self._device(configurator),
+            config=self.config,
+            make_lists=make_lists,
+            store=store,
+            session=session,
+            faults=FaultPlan.parse(self.config.faults.split(";"), world.size) if self.config.faults else None,
+            fence=self._fence(configurator),
+        )
+        self._page_size = geometry.page_size
+        self.phase = Phase.STARTED
+        return stage
+
+    def _device(self, configurator: Any) -> _native.Device:
+        if configurator.device == "cuda":
+            return _native.CudaDevice(configurator.gpu_id)
+        config = self.config
+        return _native.HostDevice(
+            config.host_capacity_bytes, config.host_granule_bytes, card_file=config.host_card_file
+        )  # fmt: skip
+
+    def _fence(self, configurator: Any) -> Callable[[], Fence] | None:
+        if configurator.device != "cuda":
+            return None
+        return lambda: StreamFence((configurator.forward_stream, torch.cuda.current_stream()))
+
+    def bind(self, pools: Any) -> None:
+        """The engine has built its allocator: its list holds published ids only from now on."""
+        if self.phase is Phase.AGREED:
+            self.stay_native(f"rank 0: the engine built a {type(pools.token_to_kv_pool).__name__}")
+        if self.phase is not Phase.STARTED or self.tokens is None:
+            return
+        allocator = pools.token_to_kv_pool_allocator
+        setattr(allocator, LIST_ATTRIBUTE, self.tokens)
+        self.tokens.bind(allocator)
+        self.phase = Phase.BOUND
+
+    def attach(self, scheduler: Any) -> None:
+        """Collective: the scheduler exists on all ranks and every hook is in force; marks may flow."""
+        if self.phase is not Phase.BOUND:
+            if self.phase is not Phase.NATIVE:
+                self.stay_native(f"the engine built its pools elsewhere (phase {self.phase.value})")
+            return
+        missing = self._missing()
+        late = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(engine.gather(missing)) if names]
+        if late:
+            raise ConfigError(f"hooks went out of force while the engine started ({'; '.join(late)})")
+        self._scheduler = scheduler
+        self.phase = Phase.SERVING
+        coordinator = self._coordinator()
+        Watch(coordinator).start()
+        for pool in coordinator.stage.pools:
+            state = coordinator.snapshot()["pools"][pool.name]
+            _log.info(
+                "event=pool rank=%d name=%s elastic=yes domain=%s layers=%d virtual_bytes=%d mapped_bytes=%d"
+                " native_bytes=%d", coordinator.world.rank, pool.name, pool.domain, len(pool.layers),
+                state["virtual_bytes"], state["mapped_bytes"], state["static_bytes"],
+            )  # fmt: skip
+
+    def stay_native(self, reason: str) -> None:
+        """The engine's own pools stay; one line says why.
+
+        Raises:
+            ConfigError: with ``KVCACHED_REQUIRE``.
+        """
+        self.phase = Phase.NATIVE
+        self.reason = reason
+        if self.config.require:
+            raise ConfigError(f"KVCACHED_REQUIRE=1, but the pools would stay native: {reason}")
+        _log.warning("event=pool name=all elastic=no why=%r", reason)
+
+    # ------------------------------------------------------------------ the stream
+
+    def decide(self, pulled: Sequence[Any]) -> Mark | None:
+        """On rank 0, with the pulled requests in hand and the broadcast about to follow."""
+        coordinator = self._coordinator()
+        if not coordinator.leads:
+            return None
+        if self._needs is None:
+            self._needs = Needs(self._scheduler)
+        needs = self._needs
+        self._limit_cache(coordinator)
+        frames = coordinator.decide({specs.FULL: needs.blocks(pulled)}, idle=needs.idle(pulled))
+        return Mark(frames) if frames else None
+
+    def _limit_cache(self, coordinator: StreamCoordinator) -> None:
+        """The budget of the prefix cache, and room below a lowered limit; every rank evicts at the mark."""
+        cached = int(self._scheduler.tree_cache.evictable_size())
+        if not cached:
+            return
+        surplus = cached - self.config.max_cached_tokens if self.config.max_cached_tokens >= 0 else 0
+        if (over := coordinator.overage_bytes) and self._available() < self._page_size:
+            per_token = max(1, coordinator.stage.page_bytes(specs.FULL)) // max(1, self._block_tokens())
+            surplus = max(surplus, min(cached, -(-over // max(1, per_token))))
+        if surplus > 0:
+            coordinator.evict(surplus)
+
+    def _block_tokens(self) -> int:
+        domain = self._coordinator().stage.domain(specs.FULL)
+        return domain.blocks_per_page * max(1, domain.block_tokens)
+
+    def apply(self, mark: Mark) -> None:
+        """On every rank, before anything else of the same list is handled."""
+        entries = self._coordinator().apply(mark.frames)
+        if any(isinstance(entry, Publish | Unretire | Growable) for entry in entries):
+            self._try_refused_again()
+        for entry in entries:
+            if isinstance(entry, Evict):
+                self.evicted_tokens += engine.evict(self._scheduler.tree_cache, entry.tokens)
+        retired = [run for entry in entries if isinstance(entry, Retire) and not entry.retained for run in entry.runs]
+        if retired:
+            self._forget_ids(retired)
+
+    def _try_refused_again(self) -> None:
+        """A refused batch latches; there is more now, for every micro-batch."""
+        scheduler = self._scheduler
+        for batch in (scheduler.running_batch, *(getattr(scheduler, "running_mbs", None) or ())):
+            batch.batch_is_full = False
+
+    def _forget_ids(self, entries: Sequence[Any]) -> None:
+        """No stale row may name an id that is gone: kernels read rows past what a request has written."""
+        tokens = self.tokens
+        if tokens is None:
+            return
+        table = self._scheduler.req_to_token_pool.req_to_token
+        span = tokens.book.blocks_per_page * self._page_size
+        for run in entries:
+            gone = (table >= run.first * span) & (table < run.end * span)
+            table.masked_fill_(gone, 0)
+
+    # ------------------------------------------------------------------ views
+
+    def growable_tokens(self) -> int:
+        """Tokens that every rank could still back, never more than the engine's allocator has ids for."""
+        tokens = self.tokens
+        if tokens is None:
+            return 0
+        growable = self._coordinator().domains[specs.FULL].growable
+        return min(growable, tokens.missing) * self._page_size
+
+    def published_free_tokens(self) -> int:
+        """Tokens that a step can allocate now without evicting anything."""
+        return self._available() * self._page_size
+
+    def unpublished_tokens(self) -> int:
+        """Tokens that exist for the engine's accounts and are not backed."""
+        return 0 if self.tokens is None else self.tokens.missing * self._page_size
+
+    def _available(self) -> int:
+        return 0 if self.tokens is None else self.tokens.available()
+
+    def _coordinator(self) -> StreamCoordinator:
+        if self.coordinator is None:
+            raise ConfigError(f"no coordinator in phase {self.phase.value}")
+        return self.coordinator
+
+
+LIST_ATTRIBUTE = "_kvcached_list"
+"""Attribute of an allocator of the engine that names the list of this library."""

@@ -1,0 +1,418 @@
+"""Elastic pools for an engine that has an ordered stream of its own and allocates by itself.
+
+Such an engine (SGLang) sends the same list of requests to every rank in every iteration. Entries of the log ride
+on it: the leader *decides* right before it broadcasts, every rank *applies* where it processes the list. In between
+nothing touches the engine's free lists (rule M5). A step without an entry sends nothing.
+
+The engine keeps choosing block ids; its free lists are told which ids exist (:class:`EngineList`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from . import observe, startup
+from .agent import Agent, Fence, ticks
+from .coord.core.demand import Foreground
+from .coord.core.entries import Entry, PositionKind
+from .coord.core.errors import GroupFailed
+from .coord.core.invariants import require
+from .coord.core.leader import Leader
+from .coord.core.limits import LimitAnswer
+from .coord.core.messages import MarkMessage
+from .coord.core.replica import FreeList, OpKind, Replica
+from .coord.core.transaction import TxnStep
+from .coord.core.types import DomainId, Health, Run
+from .coord.links.codec import Decoder, Encoder
+from .physical import PhysicalWorker
+from .pools.backing import StageBacking
+from .pools.specs import StageSpec
+from .world import World
+
+if TYPE_CHECKING:
+    from ._native import Device
+    from .config import Config
+    from .coord.links.bounded import Store
+    from .faults import FaultPlan, Injector
+    from .snapshot import SnapshotWriter
+    from .snapshot_schema import SnapshotState
+
+_log = logging.getLogger(__name__)
+
+DIGEST_INTERVAL_S = 1.0
+"""A mark without entries is sent this often, so that ranks that differ are found."""
+
+_GIVING_BACK = (TxnStep.UNMAPPING, TxnStep.RESTORING, TxnStep.RELEASING)
+"""Steps of a reclaim that cannot be cancelled; a growth comes behind them and nobody waits for it."""
+
+
+class EngineList(FreeList, Protocol):
+    """A free list of the engine, as far as this library may touch it. The null block is never in it.
+
+    Threads: the engine's scheduler thread only, at marks.
+    """
+
+    def published(self) -> int:
+        """Ids that are backed and usable, free or in use."""
+
+    def ids_crc(self) -> int:
+        """Checksum of the free ids in their order; 0 where reading them would wait for a device."""
+
+
+EngineListFactory = Callable[[Sequence[int], Sequence[int]], Sequence[EngineList]]
+"""Free lists of all domains for agreed sizes: blocks and blocks per page of each."""
+
+
+class StreamDomain:
+    """One id space, as the engine's views need it. Numbers are blocks.
+
+    Threads: the scheduler thread; the numbers may be read from any thread.
+    """
+
+    def __init__(self, name: str, index: int, blocks: int, replica: Replica, free_list: EngineList) -> None:
+        self.name = name
+        self.index = index
+        self.blocks = blocks
+        self.free_list = free_list
+        self._replica = replica
+
+    @property
+    def published(self) -> int:
+        """Ids backed and usable."""
+        return self.free_list.published()
+
+    @property
+    def available(self) -> int:
+        """Ids published and free."""
+        return self.free_list.available()
+
+    @property
+    def growable(self) -> int:
+        """Blocks that every rank could still back, as the applied log says."""
+        return self._replica.growable(DomainId(self.index))
+
+
+class StreamCoordinator:
+    """Elastic pools of one rank of an engine with an ordered stream.
+
+    Make it with :meth:`start`. Rank 0 calls :meth:`decide` before each broadcast and puts the frames, if there are
+    any, into it; every rank calls :meth:`apply` with them before it handles anything else of the same list.
+
+    Threads: ``decide`` and ``apply`` in the scheduler thread; the rest is safe from any thread.
+    """
+
+    def __init__(self, parts: startup.Parts) -> None:
+        self.world: World = parts.world
+        self.stage: StageSpec = parts.stage
+        self.config: Config = parts.config
+        self.device: Device = parts.device
+        self.backing: StageBacking = parts.backing
+        self.physical: PhysicalWorker = parts.physical
+        self.name: str = parts.name
+        self.faults: Injector = parts.faults
+        self.started = time.time()
+        self.misses = 0
+        self.marks = 0
+        """Marks decided (rank 0) or applied (elsewhere)."""
+        self.domains: dict[str, StreamDomain] = {}
+        self._parts = parts
+        self._agent: Agent
+        self._replica: Replica
+        self._leader: Leader | None = None
+        self._lists: list[EngineList] = []
+        self._encoder: Encoder
+        self._decoder: Decoder
+        self._writer: SnapshotWriter | None = None
+        self._position = 0
+        self._next_digest = 0.0
+        self._closed = False
+
+    # ------------------------------------------------------------------ life
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        world: World,
+        stage: StageSpec,
+        device: Device,
+        config: Config,
+        make_lists: EngineListFactory,
+        store: Store | None = None,
+        session: str = "kvcached",
+        faults: FaultPlan | None = None,
+        fence: Callable[[], Fence] | None = None,
+    ) -> StreamCoordinator:
+        """Start this rank's part. Collective: every rank of the world calls it.
+
+        Args:
+            world: which rank this is.
+            stage: pools and domains of this rank's pipeline stage.
+            device: device that holds them.
+            config: settings; those marked world-wide must be equal on all ranks.
+            make_lists: makes the engine's free lists, one per domain, for the agreed sizes.
+            store: bootstrap store of all ranks; not needed for a world of one.
+            session: name of this incarnation, equal on all ranks, new after every restart.
+            faults: faults to inject, tests only.
+            fence: records a point behind all work launched so far; default as in ``Coordinator.start``.
+
+        Returns:
+            A coordinator whose null page is backed and published on every rank.
+
+        Raises:
+            ConfigError: ranks disagree, or a setting or the capacity is unusable.
+            GroupFailed, WaitTimeout: a rank failed, went away or did not come.
+
+        Blocks: at most the start timeout.
+        """
+        parts = startup.assemble(world, stage, device, config, store, session, faults, fence, make_lists)
+        coordinator = cls(parts)
+        try:
+            coordinator._enter_epoch()
+            coordinator.faults.arm(device.faults)
+        except BaseException:
+            coordinator.close()
+            raise
+        return coordinator
+
+    def _enter_epoch(self) -> None:
+        parts = self._parts
+        startup.join(parts, self.config.start_timeout_s)
+        self._agent, self._replica, self._leader = parts.agent, parts.agent.replica, parts.leader
+        self._lists = cast("list[EngineList]", self._replica.free_lists)
+        self._encoder = Encoder(parts.session, parts.epoch)
+        self._decoder = Decoder(parts.session, parts.epoch)
+        self.domains = {
+            domain.name: StreamDomain(domain.name, index, parts.blocks[index], self._replica, self._lists[index])
+            for index, domain in enumerate(self.stage.domains)
+        }
+        self._writer = observe.open_writer(self)
+        parts.on_beat.append(self._publish_snapshot)
+        startup.begin(parts)
+        self._publish_snapshot()
+
+    def close(self) -> None:
+        """End in order: tell the others, stop the threads, give all memory back. Idempotent.
+
+        Blocks: a few seconds at most.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.faults.close()
+        agent = getattr(self._parts, "agent", None)
+        try:
+            if agent is not None:
+                agent.close(startup.CLOSE_WAIT_S)
+            elif self._parts.inbox is not None:
+                self._parts.inbox.close()
+        finally:
+            self.backing.close()
+            self.physical.close()
+            if self._parts.connections is not None:
+                self._parts.connections.close()
+            if self._writer is not None:
+                self._writer.close()
+
+    # ------------------------------------------------------------------ the stream
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self._leader is not None
+
+    def decide(self, wanted: Mapping[str, int], *, idle: bool) -> tuple[bytes, ...]:
+        """Decide what the broadcast that follows at once carries. Rank 0 only.
+
+        Grows in the foreground where less than ``wanted`` is published and free while every rank could back more.
+
+        Args:
+            wanted: W, the largest allocation until the next possible mark, in blocks per domain.
+            idle: the engine has nothing to do: memory is given back down to the reserve.
+
+        Returns:
+            Frames for the broadcast; empty: nothing to say.
+
+        Raises:
+            GroupFailed: the coordinator has failed.
+
+        Blocks: not while ``wanted`` is free; otherwise for one growth, at most its deadline. Never for a reclaim.
+        """
+        agent, leader = self._agent, self._leader
+        if leader is None:
+            raise ValueError(f"rank {self.world.rank}: only rank 0 decides")
+        agent.raise_if_failed()
+        with agent.entered():
+            leader.now = ticks()
+            leader.demand.idle = idle
+            for name, blocks in wanted.items():
+                leader.demand.step_blocks[self.domains[name].index] = blocks
+            short = self._reachable(leader, wanted)
+            if not short:
+                return self._mark(leader)
+            waiting = leader.demand.wait_for(short)
+        self._await(waiting)
+        with agent.entered():
+            leader.demand.foreground = None
+            self.misses += waiting.verdict is not True
+            return self._mark(leader)
+
+    def _reachable(self, leader: Leader, wanted: Mapping[str, int]) -> dict[DomainId, int]:
+        """What one growth can bring ``wanted`` closer to, per domain that is short."""
+        if leader.txn is not None and leader.txn.step in _GIVING_BACK:
+            return {}
+        short: dict[DomainId, int] = {}
+        for name, blocks in wanted.items():
+            domain = DomainId(self.domains[name].index)
+            free = leader.replica.available(domain) + leader.due_blocks(domain)
+            if free < blocks:
+                most = free + leader.demand.growable_pages(domain) * leader.replica.blocks_per_page[domain]
+                if most > free:
+                    short[domain] = min(blocks, most)
+        return short
+
+    def _await(self, waiting: Foreground) -> None:
+        agent = self._agent
+        deadline = time.monotonic() + self.config.growth_deadline_s
+        while waiting.verdict is None and (left := deadline - time.monotonic()) > 0:
+            if self.world.size == 1:
+                agent.do_work()
+            with agent.changed:
+                agent.raise_if_failed()
+                if waiting.verdict is None:
+                    agent.wait(lambda: waiting.verdict is not None, min(left, startup.WAKE_S))
+        agent.raise_if_failed()
+
+    def _mark(self, leader: Leader) -> tuple[bytes, ...]:
+        """Close the log here; under the agent's lock, in the call that broadcasts (rule M5)."""
+        mark = leader.mark(PositionKind.STEP, self._position + 1, ticks())
+        now = time.monotonic()
+        if not mark.entries and now < self._next_digest:
+            leader.demand.background()
+            return ()
+        self._next_digest = now + DIGEST_INTERVAL_S
+        self._position += 1
+        self._record_lists()
+        mark = dataclasses.replace(mark, op_index=self._replica.op_index, digest=self._replica.digest)
+        return tuple(self._encoder.encode(MarkMessage(mark.epoch, mark)))
+
+    def apply(self, frames: Sequence[bytes]) -> tuple[Entry, ...]:
+        """Put the entries of one mark in force on this rank, on the caller's current stream.
+
+        Args:
+            frames: what rank 0's :meth:`decide` returned.
+
+        Returns:
+            The entries, equal on all ranks; those about the engine's own state (EVICT) are the caller's to perform.
+
+        Raises:
+            GroupFailed: the coordinator has failed; a mark was lost or repeated, or this rank differs from rank 0.
+        """
+        agent = self._agent
+        agent.raise_if_failed()
+        with agent.entered():
+            message = None
+            for frame in frames:
+                message = self._decoder.feed(frame)
+            require(
+                isinstance(message, MarkMessage),
+                "S12",
+                f"rank {self.world.rank}: a mark of the engine's stream is lost, repeated or damaged"
+                f" ({self._decoder.broken or 'not the next one'})",
+            )
+            mark = cast(MarkMessage, message).mark
+            self.marks += 1
+            if self._leader is None:
+                self._record_lists()
+            agent.step_done = mark.position
+            self.faults.step = mark.position
+            agent.apply(mark)
+            if self._leader is not None:
+                self._leader.demand.background()
+        return mark.entries
+
+    def _record_lists(self) -> None:
+        """Enter the lists as they stand into the digest that the mark carries."""
+        for domain in self.domains.values():
+            self._replica.record(
+                OpKind.LISTS, DomainId(domain.index), domain.free_list.published(), domain.free_list.ids_crc()
+            )
+        self._replica.end_op()
+
+    def evict(self, tokens: int) -> None:
+        """Log an eviction: every rank sees ``Evict(tokens)`` in the next mark. No effect on followers."""
+        if self._leader is not None:
+            with self._agent.entered():
+                self._leader.evict(tokens)
+
+    # ------------------------------------------------------------------ limits and reading
+
+    def register_runtime_pool(self, name: str, size_bytes: int) -> None:
+        """Account for a pool that the engine keeps itself, as ``Coordinator.register_runtime_pool``."""
+        self.physical.register_runtime_pool(name, size_bytes)
+
+    def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
+        """Set the physical limit of every rank, as ``Coordinator.set_limit``. On rank 0 only."""
+        if self._leader is None:
+            raise ValueError(f"rank {self.world.rank}: limits are set on rank 0, which puts them into the log")
+        with self._agent.entered():
+            return self._leader.limits.request(limit_bytes, revision)
+
+    @property
+    def overage_bytes(self) -> int:
+        """Bytes that the fullest rank holds above the limit; 0 on followers."""
+        return 0 if self._leader is None else self._leader.limits.overage_bytes()
+
+    @property
+    def digest(self) -> int:
+        """Rolling digest over the lists at all marks; equal on all ranks at equal marks."""
+        return self._replica.digest
+
+    @property
+    def health(self) -> dict[str, Health]:
+        """Health per domain."""
+        if self.failure is not None:
+            return dict.fromkeys(self.domains, Health.FAILED)
+        bad = {run.domain for run in self._replica.quarantined}
+        return {
+            name: Health.DEGRADED if domain.index in bad else Health.HEALTHY for name, domain in self.domains.items()
+        }
+
+    @property
+    def quarantined(self) -> frozenset[Run]:
+        """Runs that could not be mapped and are out of use."""
+        return self._replica.quarantined
+
+    @property
+    def failure(self) -> GroupFailed | None:
+        """The first cause, once the coordinator has failed."""
+        return self._agent.failure
+
+    def await_failure(self, timeout_s: float) -> GroupFailed | None:
+        """Wait for the first cause; ``None`` if the coordinator is still well after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with self._agent.changed:
+            while self._agent.failure is None and (left := deadline - time.monotonic()) > 0:
+                self._agent.changed.wait(left)
+        return self._agent.failure
+
+    @property
+    def stats(self) -> observe.Stats:
+        """Counters and durations since the start."""
+        return observe.stats(self, self._agent, self._leader)
+
+    def snapshot(self) -> SnapshotState:
+        """What ``kvcached-dist status`` shows of this rank."""
+        return observe.snapshot(self, self._agent, self._leader)
+
+    def _publish_snapshot(self) -> None:
+        self.faults.collect()
+        if self._writer is not None and not self._closed:
+            self._writer.publish(self.snapshot())
+
+
+__all__ = ["EngineList", "EngineListFactory", "StreamCoordinator", "StreamDomain"]

@@ -1,0 +1,8 @@
+"""Stands for torchvision, which text models never call."""
+
+from __future__ import annotations
+
+from absent import stand_in
+
+__version__ = "0.0.0"
+__getattr__ = stand_in(__name__)

@@ -1,0 +1,69 @@
+"""Quantities: run lengths, pauses, watermarks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached_dist.coord.core.policy import Backoff, Policy, RunLength, growth_target, may_retire
+from kvcached_dist.coord.core.types import Tick
+
+
+def test_runs_get_longer_under_sustained_demand_and_short_again() -> None:
+    length = RunLength(Policy(run_pages_min=1, run_pages_max=10))
+    seen = []
+    for _ in range(6):
+        seen.append(length.pages)
+        length.grew()
+    assert seen == [1, 2, 4, 8, 10, 10]
+    length.relaxed()
+    assert length.pages == 1
+
+
+def test_pauses_double_up_to_the_longest_and_end() -> None:
+    policy = Policy(backoff_min=100, backoff_max=1000, seed=4)
+    backoff = Backoff(policy)
+    now = Tick(0)
+    for pause in (100, 200, 400, 800, 1000, 1000):
+        backoff.refused(now)
+        assert now + pause <= backoff.until <= now + pause + pause // 2
+        assert backoff.active(Tick(backoff.until - 1))
+        assert not backoff.active(backoff.until)
+        now = backoff.until
+    backoff.refused(now)
+    backoff.succeeded()
+    assert not backoff.active(now)
+    backoff.refused(now)
+    assert backoff.until <= now + 150, "after a success the pauses are short again"
+
+
+def test_engines_with_other_seeds_do_not_pause_in_step() -> None:
+    def pauses(seed: int) -> list[int]:
+        backoff = Backoff(Policy(seed=seed))
+        ends = []
+        for _ in range(5):
+            backoff.refused(Tick(0))
+            ends.append(int(backoff.until))
+        return ends
+
+    assert pauses(1) == pauses(1)
+    assert pauses(1) != pauses(2)
+
+
+@pytest.mark.parametrize(
+    ("free", "low", "run_pages", "absent", "target"),
+    [(0, 0, 4, 9, 0), (2, 2, 4, 9, 0), (1, 2, 4, 9, 4), (0, 6, 4, 9, 6), (0, 6, 4, 3, 3), (0, 6, 4, 0, 0)],
+)
+def test_growth_target(free: int, low: int, run_pages: int, absent: int, target: int) -> None:
+    assert growth_target(free, low, run_pages, absent) == target
+
+
+@pytest.mark.parametrize("low", range(4))
+@pytest.mark.parametrize("high", range(6))
+@pytest.mark.parametrize("run_pages", [1, 2, 5])
+def test_what_was_retired_is_not_grown_again_at_once(low: int, high: int, run_pages: int) -> None:
+    for idle in (False, True):
+        for free in range(12):
+            if may_retire(free, run_pages, low, high, idle=idle):
+                left = free - run_pages
+                assert growth_target(left, low, 1, 100) == 0, "the floor of a retirement is the growth watermark"
+                assert idle or left >= high
