@@ -354,7 +354,12 @@ class Coordinator:
     def _free_in(self, domain: Domain, given: Ids) -> None:
         pool = domain.pool
         try:
-            if isinstance(given, torch.Tensor) and given.dtype is torch.int64 and given.is_cpu and given.is_contiguous():
+            if (
+                isinstance(given, torch.Tensor)
+                and given.dtype is torch.int64
+                and given.is_cpu
+                and given.is_contiguous()
+            ):
                 count = given.numel()
                 pool.free_at(given.data_ptr(), count)
             else:

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import bare, blocks, occupancy, peer, rank, tables, world
+from bench.plan import MODELS, Options, all_runs
 from rich.console import Console
 
-from bench import bare, blocks, peer, tables, world
-from bench.plan import MODELS, Options, all_runs
 from kvcached_dist import __version__, _native
 
 HOST_SHARE = 0.5
@@ -50,11 +50,17 @@ def main() -> int:
         library = bare.build(folder) if arguments.backend == "cuda" and not arguments.no_bare else ""
         options = options_from(arguments, library)
         report = describe(arguments, options)
-        console.print(f"[bold]{report['card']}[/], driver {report['driver']}, {report['cpus']} CPUs, load {report['load']}")
+        machine = f"driver {report['driver']}, {report['cpus']} CPUs, load {report['load']}"
+        console.print(f"[bold]{report['card']}[/], {machine}")
         report["cells"] = measure(console, options, arguments.ranks)
     if not arguments.no_blocks:
         report["blocks"] = blocks.measure()
         tables.blocks(console, report["blocks"])
+    if not arguments.no_occupancy:
+        device = rank.make_device(options, 1)
+        report["occupancy"] = occupancy.measure(device, options.layers[0], options.runs)
+        tables.occupancy(console, report["occupancy"])
+        del device
     if arguments.backend == "cuda":
         report["kvcached"] = peer.measure(options.layers, (1, 8), 10)
         tables.peer(console, report["kvcached"])
@@ -78,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--floor-only", action="store_true", help="no coordinator: the floor alone")
     parser.add_argument("--no-bare", action="store_true", help="leave the bare driver loop out (it needs a compiler)")
     parser.add_argument("--no-blocks", action="store_true", help="leave alloc and free without growth out")
+    parser.add_argument("--no-occupancy", action="store_true", help="leave reclaim at 50 %% random occupancy out")
     parser.add_argument("--profile", action="store_true", help="note where the time goes, in the JSON file")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.layers) - set(MODELS))

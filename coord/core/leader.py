@@ -541,7 +541,8 @@ class Leader:
             self.tables[run.domain].become(run, state)
 
     def _broadcast(self, make: Callable[[], Message]) -> None:
-        for rank in self.ranks:
+        # The own rank last: its part is handled in this thread, and the others work meanwhile.
+        for rank in reversed(self.ranks):
             self._send(Rank(rank), make())
 
     def _send(self, rank: Rank, message: Message) -> None:

@@ -531,9 +531,8 @@ class Participant:
         self._out.append(Work(kind, record.txn, record.runs))
 
     def _overlaps_held(self, run: Run) -> bool:
-        """Whether a page of the run holds memory here. Held runs are disjoint, so the last that begins before its end
-        is the only one that can.
-        """
+        """Whether a page of the run holds memory here."""
+        # Held runs are disjoint: only the last one that begins before this run's end can reach into it.
         held = self._held.get(run.domain, [])
         at = bisect_left(held, run.end, key=_first) - 1
         return at >= 0 and held[at].end > run.first

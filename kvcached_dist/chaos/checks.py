@@ -26,7 +26,7 @@ def detection_bound_s(fault: Fault, lease_s: float) -> float:
     return lease_s + HUNG_BOUND_S if fault.stop_s else KILLED_BOUND_S
 
 
-def check_detection(fault: Fault, at: float, works: Mapping[int, Work], lease_s: float) -> list[str]:
+def check_detection(fault: Fault, at: float, works: Mapping[int, Work], lease_s: float, lag_s: float) -> list[str]:
     """Every survivor has got the error in time, the right class of error, and it names the right rank (L2).
 
     Args:
@@ -34,8 +34,9 @@ def check_detection(fault: Fault, at: float, works: Mapping[int, Work], lease_s:
         at: wall clock of the fault.
         works: by survivor.
         lease_s: lease of the ranks.
+        lag_s: how long a process of the host waited for a core meanwhile; that is not the ranks' time.
     """
-    bound_s = detection_bound_s(fault, lease_s)
+    bound_s = detection_bound_s(fault, lease_s) + lag_s
     error = "RankLost" if fault.rank != 0 else _ERRORS[Effect.RESTARTS]
     cause = "RANK_HUNG" if fault.stop_s else "RANK_LOST"
     found = []
@@ -50,7 +51,7 @@ def check_detection(fault: Fault, at: float, works: Mapping[int, Work], lease_s:
                 f" {cause} of rank {fault.rank}"
             )
         if (seconds := problem.at - at) > bound_s:
-            found.append(f"L2: rank {rank} knew after {seconds:.2f} s, bound {bound_s:g} s")
+            found.append(f"L2: rank {rank} knew after {seconds:.2f} s, bound {bound_s:.3g} s")
     causes = {(work.problem.cause_kind, work.problem.cause_rank) for work in works.values() if work.problem}
     if len(causes) > 1:
         found.append(f"first cause: the survivors name different ones: {sorted(causes)}")

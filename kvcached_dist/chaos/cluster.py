@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -130,14 +131,16 @@ class Cluster:
                 "_node_ip_address": "127.0.0.1",
             }
         try:
-            self.ray.init(**wanted)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what they say comes as an error too
+                self.ray.init(**wanted)
         except (ConnectionError, ValueError, RuntimeError, OSError, ImportError) as error:
             # Ray Client is an extra of its own; what it lacks, it says.
             text = " ".join(str(error).split())[:300]
             if address:
                 raise ConfigError(
-                    f"--address {address}: no Ray cluster answers there ({text}); for example"
-                    " --address ray://host:10001, or leave it out for a local one"
+                    f"--address {address}: no Ray cluster answers there ({text}); one with tokens answers only with"
+                    " RAY_AUTH_MODE=token here; leave the address out for a local instance"
                 ) from error
             raise RigError(f"Ray does not start: {text}") from error
 

@@ -16,6 +16,8 @@ EXIT_VIOLATION: Final = 1
 EXIT_INPUT: Final = 2
 EXIT_RIG: Final = 3
 
+LAG_WORTH_A_WORD_S: Final = 0.25
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -96,6 +98,7 @@ class Report:
         verified: blocks whose contents were checked.
         corrupt: blocks that did not read as they must.
         misses: operations that found no memory.
+        lag_s: longest time that a process of the ranks' host waited for a core.
         wall_s: length of the run.
     """
 
@@ -113,6 +116,7 @@ class Report:
     verified: int = 0
     corrupt: int = 0
     misses: int = 0
+    lag_s: float = 0.0
     wall_s: float = 0.0
 
     def all_violations(self) -> list[str]:
@@ -149,6 +153,7 @@ class Report:
             "requests": {"answered": self.answered, "unanswered": self.unanswered},
             "blocks": {"verified": self.verified, "corrupt": self.corrupt},
             "misses": self.misses,
+            "host_lag_ms": round(1000 * self.lag_s, 1),
             "seed": self.seed,
             "tp": self.tp,
             "pp": self.pp,
@@ -198,6 +203,12 @@ class Report:
             f" {len(self.files)} left-over files, {self.leaked_bytes} leaked bytes",
             highlight=False,
         )
+        if self.lag_s > LAG_WORTH_A_WORD_S:
+            console.print(
+                f"the host is overloaded: a process waited {self.lag_s:.1f} s for a core; bounds were extended by"
+                " what it waited, and a rank that gets no core for a lease is lost like one that hangs",
+                highlight=False,
+            )
 
     def verdict(self) -> str:
         """One line."""

@@ -57,7 +57,7 @@ class Supervisor:
         Raises:
             RigError: Ray or the host failed.
         """
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         self._start()
         for fault in self._plan:
             outcome = Outcome(fault)
@@ -69,6 +69,7 @@ class Supervisor:
                 self._world.rebuild()
             self.report.outcomes.append(outcome)
             self._on_outcome(outcome)
+        self.report.lag_s = float(self._cluster.warden("lag_s", began_at))
         self._finish()
         self.report.wall_s = time.monotonic() - began
         return self.report
@@ -168,7 +169,8 @@ class Supervisor:
         survivors = self._world.ranks - {fault.rank}
         works = self._world.await_works(survivors, max(0.0, bound_s - (time.time() - at)) + SLACK_S)
         outcome.detected_ms = [1000 * (work.problem.at - at) for work in works.values() if work.problem is not None]
-        outcome.violations += check_detection(fault, at, works, self._options.lease_s)
+        lag_s = float(self._cluster.warden("lag_s", at))
+        outcome.violations += check_detection(fault, at, works, self._options.lease_s, lag_s)
         self._world.take(works.values(), outcome.violations)
         return time.time()
 

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -95,6 +97,35 @@ class StoreServer:
         return line
 
 
+class Pulse:
+    """Notices when this host gives a process no core: how late a thread that only sleeps wakes up.
+
+    Bounds of time say something about the product only where its processes run. The ranks are no witnesses, because
+    a thread of theirs may wait for the interpreter.
+
+    Threads: one of its own writes; any reads.
+    """
+
+    PAUSE_S = 0.02
+    LATE_S = 0.05
+
+    def __init__(self) -> None:
+        self._late: deque[tuple[float, float]] = deque(maxlen=4096)
+        threading.Thread(target=self._beat, name="chaos-pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            began = time.monotonic()
+            time.sleep(self.PAUSE_S)
+            late_s = time.monotonic() - began - self.PAUSE_S
+            if late_s > self.LATE_S:
+                self._late.append((time.time(), late_s))
+
+    def latest_s(self, since: float) -> float:
+        """The longest delay that ended after ``since`` (wall clock), in seconds; 0 where none is worth a word."""
+        return max((late_s for at, late_s in list(self._late) if at >= since), default=0.0)
+
+
 class Warden:
     """Services on the ranks' host.
 
@@ -109,6 +140,7 @@ class Warden:
         base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.run_dir = tempfile.mkdtemp(prefix="kvcached-chaos-", dir=base)
         self._store = StoreServer()
+        self._pulse = Pulse()
 
     def identity(self) -> Identity:
         """Which process this is."""
@@ -117,6 +149,10 @@ class Warden:
     def directory(self) -> str:
         """Directory of the run."""
         return self.run_dir
+
+    def lag_s(self, since: float) -> float:
+        """How long this process has waited for a core since ``since`` (wall clock), at most, in seconds."""
+        return self._pulse.latest_s(since)
 
     # ------------------------------------------------------------------ store
 

@@ -67,6 +67,7 @@ class RankWorld:
         self._report = report
         self._session = ""
         self._worlds = 0
+        self._began = time.time()
         self._run_dir = str(cluster.warden("directory"))
         self._port = int(cluster.warden("start_store", timeout_s=START_TIMEOUT_S))
 
@@ -135,6 +136,7 @@ class RankWorld:
         violations = check_entered(entered, self.epoch)
         if violations:
             raise BrokenWorldError(violations)
+        self._began = time.time()
         for rank, process in sorted(self.members.items()):
             self.works[rank] = process.actor.work.remote(self.backlog)
         return max(item.at for item in entered)
@@ -225,7 +227,7 @@ class RankWorld:
     def take(self, works: Iterable[Work], violations: list[str]) -> None:
         """Enter what ended works tell; the next epoch begins where they stopped."""
         known = list(works)
-        bound_s = self._options.call_bound_s + self.stopped_s
+        bound_s = self._options.call_bound_s + self.stopped_s + float(self._cluster.warden("lag_s", self._began))
         violations += check_digests(known)
         for work in known:
             violations += check_work(work, bound_s)

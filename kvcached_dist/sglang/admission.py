@@ -2,7 +2,8 @@
 
 The engine's ``PrefillAdder`` keeps two remainders. The total one (``rem_total_token_offset``) covers tokens that
 requests will produce later: what every rank could still back counts there. The current one stays with published ids,
-because the step allocates right away and a miss after admission ends the server.
+because the step allocates right away and a miss after admission ends the server. Sliding-window tokens stay with
+published ids in both: a request needs its window at once, and W covers it.
 """
 
 from __future__ import annotations

@@ -67,15 +67,31 @@ def store_host(server_args: Any) -> str:
     return str(importlib.import_module("sglang.srt.utils").get_local_ip_auto())
 
 
-def refusal(configurator: Any) -> str | None:
-    """Why the pools that the engine is about to size stay native; ``None``: they can be elastic."""
+def is_dsv4(configurator: Any) -> bool:
+    """Whether the engine is about to build DeepSeek-V4 pools."""
+    module = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
+    return bool(module.is_deepseek_v4(configurator.model_config.hf_config))
+
+
+def _other_dsv4_layout() -> bool:
+    gates = importlib.import_module("sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate")
+    return bool(gates.is_unified_kv_triton()) or context("exec").kernel.dsv4_attn_backend == "trtllm"
+
+
+def refusal(configurator: Any, *, dsv4_bridge: bool) -> str | None:
+    """Why the pools that the engine is about to size stay native; ``None``: they can be elastic.
+
+    Args:
+        configurator: the engine's ``KVCacheConfigurator``.
+        dsv4_bridge: DeepSeek-V4 pools are to be taken over.
+    """
     try:
-        return _refusal(configurator)
+        return _refusal(configurator, is_dsv4(configurator), dsv4_bridge)
     except (AttributeError, ImportError) as error:
         return f"this version of the engine is laid out differently ({error})"
 
 
-def _refusal(configurator: Any) -> str | None:
+def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
     parallel = configurator.ps
     memory, schedule = context("memory"), context("schedule")
     unsupported = {
@@ -92,8 +108,10 @@ def _refusal(configurator: Any) -> str | None:
         "the memory saver (release_memory_occupation)": context("exec").features.enable_memory_saver,
         "KV sizing after graph capture": configurator.post_capture_kv_active,
         "recurrent state": configurator.mambaish_config is not None,
-        "sliding-window and DeepSeek-V4 pools": configurator.is_hybrid_swa,
-        "MLA": configurator.use_mla_backend,
+        "sliding-window layers": configurator.is_hybrid_swa and not dsv4,
+        "MLA": configurator.use_mla_backend and not dsv4,
+        "DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)": dsv4 and not dsv4_bridge,
+        "the unified or uniform layouts of DeepSeek-V4": dsv4 and _other_dsv4_layout(),
         "prefill without a KV cache": schedule.prefill_only_disable_kv_cache,
         "diffusion models": getattr(configurator.server_args, "dllm_algorithm", None) is not None,
         f"device {configurator.device}": configurator.device not in ("cpu", "cuda"),

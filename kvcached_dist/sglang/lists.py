@@ -214,4 +214,68 @@ class TokenList:
         return self._free_per_page
 
 
-__all__ = ["PageBook", "TokenList"]
+class RowList:
+    """Free list of request rows: a list of Python integers whose tail is handed out first.
+
+    Args:
+        name: domain.
+        blocks: rows, the padding row 0 included.
+        blocks_per_page: B.
+        ids: largest row.
+    """
+
+    def __init__(self, name: str, blocks: int, blocks_per_page: int, ids: int) -> None:
+        self.book = PageBook(name, blocks, blocks_per_page, ids)
+        self._pool: Any = None
+
+    def bind(self, pool: Any) -> None:
+        """The engine has built its rows: its list holds published rows only from now on."""
+        self._pool = pool
+        self.rebuild()
+
+    @property
+    def missing(self) -> int:
+        """Rows that are not published: free to the engine's accounts, not in its list."""
+        return self.book.ids - self.book.count
+
+    def rebuild(self) -> None:
+        """After the engine's ``clear``: every published row is free, low ones first."""
+        if self._pool is not None:
+            self._pool.free_slots = self.book.all_ids()[::-1].tolist()
+
+    def published(self) -> int:
+        """Rows that are backed and usable, free or in use."""
+        return self.book.count
+
+    def available(self) -> int:
+        """Rows that could be handed out now."""
+        return self.book.count if self._pool is None else len(self._pool.free_slots)
+
+    def publish(self, first_page: int, count: int) -> None:
+        """Add the rows of these pages where they are handed out last."""
+        rows = self.book.add(first_page, count)
+        if self._pool is not None:
+            self._pool.free_slots[:0] = rows[::-1].tolist()
+
+    def retire(self, first_page: int, count: int) -> None:
+        """Take the rows of these pages out; an error unless all of them are free."""
+        require(self.run_is_free(first_page, count), "S6", f"rows of pages {first_page}+{count} are not entirely free")
+        gone = set(self.book.remove(first_page, count).tolist())
+        if self._pool is not None:
+            self._pool.free_slots[:] = [row for row in self._pool.free_slots if row not in gone]
+
+    def run_is_free(self, first_page: int, count: int) -> bool:
+        """Whether every row of these pages is published and free."""
+        return self._pool is None or set(self.book.ids_of(first_page, count).tolist()) <= set(self._pool.free_slots)
+
+    def sort(self) -> None:
+        """Low rows are handed out first."""
+        if self._pool is not None:
+            self._pool.free_slots.sort(reverse=True)
+
+    def ids_crc(self) -> int:
+        """Checksum of the free rows in their order."""
+        return 0 if self._pool is None else zlib.crc32(np.array(self._pool.free_slots, dtype=np.int64).data)
+
+
+__all__ = ["PageBook", "RowList", "TokenList"]

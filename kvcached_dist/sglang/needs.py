@@ -34,8 +34,8 @@ class Needs:
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
         self._quiet_since: float | None = None
 
-    def blocks(self, pulled: Sequence[Any]) -> int:
-        """W in pages of the engine.
+    def pages_and_rows(self, pulled: Sequence[Any]) -> tuple[int, int]:
+        """W in token pages of the engine, and in request rows.
 
         Args:
             pulled: requests that were just received and are not queued yet.
@@ -44,7 +44,7 @@ class Needs:
         running = self._running()
         grammar = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
         if not running and not pulled and not scheduler.waiting_queue and scheduler.chunked_req is None and not grammar:
-            return 0
+            return 0, 0
         requests, tokens, longest = 0, 0, 0
         bound = self._chunk or self._prefill_max
         for length in self._lengths(pulled, grammar):
@@ -58,7 +58,7 @@ class Needs:
         admitted = min(max(waiting, requests), int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.
         prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
-        return (prefill + running) * self._steps + 1
+        return (prefill + running) * self._steps + 1, admitted * self._steps
 
     def idle(self, pulled: Sequence[Any]) -> bool:
         """Whether nothing runs or waits, for long enough."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config import Config
 from ..coord.core.errors import ConfigError
+from . import buffers, specs
 from .admission import Admission
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
 
@@ -49,14 +50,30 @@ class Plugin:
 
     def __init__(self, config: Config) -> None:
         self.runtime = Runtime(config, self.not_in_force)
+        self._dsv4: buffers.Dsv4Buffers | None = None
+        self._state_owner: Any = None
         admission = Admission(self.runtime)
         adder = f"{_MGR}schedule_policy.PrefillAdder."
-        receiver = f"{_MGR}scheduler_components.request_receiver.SchedulerRequestReceiver."
+        components, dsv4 = f"{_MGR}scheduler_components.", f"{_MEM}deepseek_v4_memory_pool."
+        receiver = f"{components}request_receiver.SchedulerRequestReceiver."
         configurator = f"{_MEM}kv_cache_configurator.KVCacheConfigurator."
         self.hooks = (
             Hook(f"{configurator}_derive_pool_sizes", "AFTER", self._sizes_derived),
             Hook(f"{configurator}_init_pools", "AFTER", self._pools_built),
             Hook(f"{_MEM}memory_pool.MHATokenToKVPool._create_buffers_normal", "AROUND", self._create_mha_buffers),
+            Hook(f"{configurator}_build_dsv4_kv_pool", "AROUND", self._build_dsv4_pool),
+            Hook(f"{dsv4}DeepSeekV4SingleKVPool.create_buffer", "AROUND", self._create_page_buffer),
+            Hook(f"{dsv4}DeepSeekV4IndexerPool._create_buffer", "AROUND", self._create_indexer_buffers),
+            Hook(
+                f"{_MEM}deepseek_v4_compress_state.CompressStatePool._alloc_kv_score_buffer",
+                "AROUND",
+                self._create_state_buffer,
+            ),
+            Hook(f"{_MEM}memory_pool.ReqToTokenPool.clear", "AFTER", self._cleared),
+            Hook(f"{_MEM}memory_pool.ReqToTokenPool.alloc_rows", "AFTER", self._rows_handed_out),
+            Hook(
+                f"{components}invariant_checker.SchedulerInvariantChecker._check_req_pool", "AROUND", self._check_rows
+            ),
             Hook(f"{_MEM}allocator.token.TokenToKVPoolAllocator.clear", "AFTER", self._cleared),
             Hook(f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator.clear", "AFTER", self._cleared),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
@@ -67,7 +84,7 @@ class Plugin:
             Hook(f"{adder}add_one_req", "AROUND", admission.add_one_req),
             Hook(f"{adder}add_one_req_ignore_eos", "AROUND", admission.add_one_req_ignore_eos),
             Hook(
-                f"{_MGR}scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.get_pool_stats",
+                f"{components}pool_stats_observer.SchedulerPoolStatsObserver.get_pool_stats",
                 "AFTER",
                 self._pool_stats,
             ),
@@ -105,21 +122,83 @@ class Plugin:
         if runtime.phase is not Phase.AGREED or not plain or pool.enable_custom_mem_pool:
             original(pool)
             return
-        stage = runtime.start(pool)
-        if stage is None or runtime.coordinator is None:
+        parallel, layers = runtime.parallel, runtime.model_layers
+
+        def describe(granule_bytes: int) -> specs.Takeover:
+            geometry = specs.mha_geometry(pool, layers)
+            return specs.mha_stage(
+                geometry, pp_rank=parallel.pp_rank, pp_size=parallel.pp_size, tp_size=parallel.tp_size,
+                granule_bytes=granule_bytes,
+            )  # fmt: skip
+
+        if runtime.start(describe) is None or runtime.coordinator is None:
             original(pool)
             return
-        backing = runtime.coordinator.backing
-        k_shape, v_shape = pool._kv_buffer_shapes()
-        dtype = str(pool.store_dtype).removeprefix("torch.")
-        if len(stage.pools) == 1:
-            name, layers = stage.pools[0].name, range(pool.layer_num)
-            pool.k_buffer = [backing.layer(name, 2 * layer, dtype, k_shape) for layer in layers]
-            pool.v_buffer = [backing.layer(name, 2 * layer + 1, dtype, v_shape) for layer in layers]
-        else:
-            k, v = (part.name for part in stage.pools)
-            pool.k_buffer = [backing.layer(k, layer, dtype, k_shape) for layer in range(pool.layer_num)]
-            pool.v_buffer = [backing.layer(v, layer, dtype, v_shape) for layer in range(pool.layer_num)]
+        pool.k_buffer, pool.v_buffer = buffers.mha_buffers(runtime.coordinator.backing, pool)
+
+    def _build_dsv4_pool(self, original: Any, configurator: Any, **sizes: Any) -> Any:
+        """DeepSeek-V4: all pools are taken over together, while the engine's pool object builds itself."""
+        runtime = self.runtime
+        if runtime.phase is not Phase.AGREED or configurator.is_draft_worker:
+            return original(configurator, **sizes)
+        slots = int(sizes["req_to_token_pool"].req_to_token.shape[0])
+
+        def describe(_granule_bytes: int) -> specs.Takeover:
+            return specs.dsv4_stage(
+                configurator,
+                full_tokens=int(runtime.sizes.full_max_total_num_tokens),
+                swa_tokens=int(sizes["swa_max_total_num_tokens"]),
+                request_slots=slots,
+            )
+
+        if runtime.start(describe) is None or runtime.coordinator is None:
+            return original(configurator, **sizes)
+        self._dsv4 = buffers.Dsv4Buffers(runtime.coordinator.backing, int(configurator.pool_page_size))
+        try:
+            pool = original(configurator, **sizes)
+            self._dsv4.finish()
+        finally:
+            self._dsv4 = None
+        self._state_owner = pool
+        return pool
+
+    def _create_page_buffer(self, original: Any, pool: Any, *, num_pages: int) -> Any:
+        if self._dsv4 is None or type(pool).__name__ != "DeepSeekV4SingleKVPool":
+            return original(pool, num_pages=num_pages)
+        return self._dsv4.page_buffer(pool, num_pages)
+
+    def _create_indexer_buffers(self, original: Any, pool: Any) -> None:
+        if self._dsv4 is None or pool.uses_aiter_fp4_layout:
+            original(pool)
+            return
+        pool.index_k_with_scale_buffer = self._dsv4.indexer_buffers(pool)
+
+    def _create_state_buffer(
+        self, original: Any, pool: Any, *, dtype: Any, device: str, enable_memory_saver: bool
+    ) -> None:
+        if self._dsv4 is None:
+            original(pool, dtype=dtype, device=device, enable_memory_saver=enable_memory_saver)
+            return
+        pool.memory_saver_adapter, pool.enable_custom_mem_pool, pool.custom_mem_pool = buffers.no_memory_saver(device)
+        pool.kv_score_buffer = buffers.kv_and_score(self._dsv4.state_buffer(pool, dtype))
+
+    def _rows_handed_out(self, rows: Any, _pool: Any, *_: Any) -> None:
+        if rows and self._state_owner is not None:
+            buffers.reset_request_states(self._state_owner, rows)
+
+    def _check_rows(self, original: Any, checker: Any) -> None:
+        """The engine's check of request rows compares its list with all rows there are."""
+        pool = checker.req_to_token_pool
+        missing = self.runtime.unpublished_tokens(specs.ROWS) if self.runtime.elastic else 0
+        if not missing:
+            original(checker)
+            return
+        free = pool.free_slots
+        pool.free_slots = [*free, *range(missing)]
+        try:
+            original(checker)
+        finally:
+            pool.free_slots = free
 
     def _pools_built(self, pools: Any, configurator: Any, **_: Any) -> None:
         if not configurator.is_draft_worker:
@@ -155,13 +234,17 @@ class Plugin:
 
     def _pool_stats(self, stats: Any, _observer: Any) -> None:
         """Ids that are not published are free to the leak check, to usage and to load reports."""
-        unpublished = self.runtime.unpublished_tokens() if self.runtime.elastic else 0
-        if not unpublished:
+        if not self.runtime.elastic:
             return
-        total = stats.full_num_used + stats.full_available_size + stats.full_evictable_size
-        stats.full_num_used -= unpublished
-        stats.full_available_size += unpublished
-        stats.full_token_usage = stats.full_num_used / total
+        for kind, domain in (("full", specs.FULL), ("swa", specs.SWA)):
+            unpublished = self.runtime.unpublished_tokens(domain)
+            if not unpublished or getattr(stats, f"{kind}_num_used") is None:
+                continue
+            used, available = getattr(stats, f"{kind}_num_used"), getattr(stats, f"{kind}_available_size")
+            total = used + available + getattr(stats, f"{kind}_evictable_size")
+            setattr(stats, f"{kind}_num_used", used - unpublished)
+            setattr(stats, f"{kind}_available_size", available + unpublished)
+            setattr(stats, f"{kind}_token_usage", (used - unpublished) / total)
 
 
 def _resolve(target: str) -> Any:

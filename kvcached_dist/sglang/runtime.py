@@ -25,13 +25,13 @@ from ..faults import FaultPlan
 from ..stream import EngineList, StreamCoordinator
 from . import engine, specs
 from .fence import StreamFence
-from .lists import TokenList
+from .lists import RowList, TokenList
 from .needs import Needs
 from .watch import Watch
 
 if TYPE_CHECKING:
     from ..agent import Fence
-    from ..pools.specs import StageSpec
+    from ..coord.core.types import Run
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
@@ -78,19 +78,31 @@ class Runtime:
         self.phase = Phase.UNDECIDED
         self.reason = ""
         self.coordinator: StreamCoordinator | None = None
-        self.tokens: TokenList | None = None
+        self.lists: dict[str, TokenList | RowList] = {}
         self.parked_chunks = 0
         self.evicted_tokens = 0
         self._missing = missing
+        self.sizes: Any = None
+        """The engine's derived sizes, as agreed."""
         self._configurator: Any = None
         self._scheduler: Any = None
         self._needs: Needs | None = None
-        self._page_size = 1
+        self._takeover: specs.Takeover | None = None
 
     @property
     def elastic(self) -> bool:
         """Whether the engine runs on elastic pools."""
         return self.phase in (Phase.BOUND, Phase.SERVING)
+
+    @property
+    def parallel(self) -> Any:
+        """The engine's ``ParallelState``, once agreed."""
+        return self._configurator.ps
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of the whole model, once agreed."""
+        return int(self._configurator.model_config.num_hidden_layers)
 
     # ------------------------------------------------------------------ start
 
@@ -110,15 +122,17 @@ class Runtime:
         if configurator.is_draft_worker or self.phase is not Phase.UNDECIDED:
             return None
         missing = self._missing()
-        reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(configurator)
-        fitting = 0 if reason else self._fitting_tokens(configurator)
+        reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(
+            configurator, dsv4_bridge=self.config.sglang_dsv4_kv_pool_bridge
+        )  # fmt: skip
+        fitting = 0 if reason else self._fitting_tokens(configurator, sizes)
         answers = engine.gather((reason, fitting))
         refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
         if refused:
             self.stay_native("; ".join(refused))
             return None
         self.phase = Phase.AGREED
-        self._configurator = configurator
+        self._configurator, self.sizes = configurator, sizes
         least = min(fitting for _, fitting in answers)
         if least >= sizes.max_total_num_tokens:
             return None
@@ -128,10 +142,14 @@ class Runtime:
             least, sizes.max_total_num_tokens, rank,
         )  # fmt: skip
         fields = {name: getattr(sizes, name) for name in type(sizes).__struct_fields__}
-        return type(sizes)(**{**fields, "max_total_num_tokens": least})
+        self.sizes = type(sizes)(**{**fields, "max_total_num_tokens": least})
+        return self.sizes
 
-    def _fitting_tokens(self, configurator: Any) -> int:
+    def _fitting_tokens(self, configurator: Any, sizes: Any) -> int:
         """Tokens that the physical memory of this rank could hold, in whole pages of the engine."""
+        if engine.is_dsv4(configurator):
+            # Its sizes hang together in more ways than one number says; what does not fit is queued or retracted.
+            return int(sizes.max_total_num_tokens)
         model, page = configurator.model_config, int(configurator.pool_page_size)
         info = configurator.layer_info
         heads = model.get_num_kv_heads(configurator.ps.attn_tp_size, configurator.ps.attn_dcp_size)
@@ -149,54 +167,50 @@ class Runtime:
         usable -= 2 * layers * (2 * granule) + token_bytes * page
         return max(0, int(usable // (token_bytes * page)) * page)
 
-    def start(self, pool: Any) -> StageSpec | None:
-        """Collective: pools of this stage, their null page backed on all ranks; ``None``: they stay native.
+    def start(self, describe: Callable[[int], specs.Takeover]) -> specs.Takeover | None:
+        """Collective: pools of this stage, their null pages backed on all ranks; ``None``: they stay native.
 
         Args:
-            pool: the engine's pool, about to create its buffers.
+            describe: what is to be taken over, for a granule in bytes; ``ConfigError`` where it cannot be.
 
         Raises:
-            ConfigError: with ``KVCACHED_REQUIRE``, the pool would stay native.
+            ConfigError: with ``KVCACHED_REQUIRE``, the pools would stay native.
             GroupFailed, WaitTimeout: a rank failed or did not come.
         """
         configurator = self._configurator
-        parallel = configurator.ps
-        granule = self.config.host_granule_bytes if configurator.device == "cpu" else 2 << 20
-        stage: StageSpec | None = None
+        takeover: specs.Takeover | None = None
         try:
-            geometry = specs.mha_geometry(pool, int(configurator.model_config.num_hidden_layers))
-            stage = specs.mha_stage(
-                geometry, pp_rank=parallel.pp_rank, pp_size=parallel.pp_size, tp_size=parallel.tp_size,
-                granule_bytes=granule,
-            )  # fmt: skip
+            takeover = describe(self.config.host_granule_bytes if configurator.device == "cpu" else 2 << 20)
             reason = ""
         except ConfigError as error:
             reason = str(error)
         refused = [f"rank {rank}: {why}" for rank, why in enumerate(engine.gather(reason)) if why]
-        if refused or stage is None:
+        if refused or takeover is None:
             self.stay_native("; ".join(refused))
             return None
-
-        def make_lists(blocks: Sequence[int], per_page: Sequence[int]) -> list[EngineList]:
-            self.tokens = TokenList(specs.FULL, blocks[0], per_page[0], geometry.ids)
-            return [self.tokens]
-
         store, session = engine.open_store(engine.store_host(configurator.server_args))
-        world = engine.world_of(parallel)
+        world = engine.world_of(configurator.ps)
+        self._takeover = takeover
         self.coordinator = StreamCoordinator.start(
             world=world,
-            stage=stage,
+            stage=takeover.stage,
             device=self._device(configurator),
             config=self.config,
-            make_lists=make_lists,
+            make_lists=self._make_lists,
             store=store,
             session=session,
             faults=FaultPlan.parse(self.config.faults.split(";"), world.size) if self.config.faults else None,
             fence=self._fence(configurator),
         )
-        self._page_size = geometry.page_size
         self.phase = Phase.STARTED
-        return stage
+        return takeover
+
+    def _make_lists(self, blocks: Sequence[int], per_page: Sequence[int]) -> list[EngineList]:
+        takeover = self._taken()
+        for domain, count, pages in zip(takeover.stage.domains, blocks, per_page, strict=True):
+            kind = RowList if domain.name == specs.ROWS else TokenList
+            self.lists[domain.name] = kind(domain.name, count, pages, takeover.ids[domain.name])
+        return list(self.lists.values())
 
     def _device(self, configurator: Any) -> _native.Device:
         if configurator.device == "cuda":
@@ -212,14 +226,20 @@ class Runtime:
         return lambda: StreamFence((configurator.forward_stream, torch.cuda.current_stream()))
 
     def bind(self, pools: Any) -> None:
-        """The engine has built its allocator: its list holds published ids only from now on."""
+        """The engine has built its allocators: their lists hold published ids only from now on."""
         if self.phase is Phase.AGREED:
             self.stay_native(f"rank 0: the engine built a {type(pools.token_to_kv_pool).__name__}")
-        if self.phase is not Phase.STARTED or self.tokens is None:
+        if self.phase is not Phase.STARTED:
             return
         allocator = pools.token_to_kv_pool_allocator
-        setattr(allocator, LIST_ATTRIBUTE, self.tokens)
-        self.tokens.bind(allocator)
+        owners = {
+            specs.FULL: getattr(allocator, "full_attn_allocator", allocator),
+            specs.SWA: getattr(allocator, "swa_attn_allocator", None),
+            specs.ROWS: pools.req_to_token_pool,
+        }
+        for name, known in self.lists.items():
+            setattr(owners[name], LIST_ATTRIBUTE, known)
+            known.bind(owners[name])
         self.phase = Phase.BOUND
 
     def attach(self, scheduler: Any) -> None:
@@ -267,7 +287,9 @@ class Runtime:
             self._needs = Needs(self._scheduler)
         needs = self._needs
         self._limit_cache(coordinator)
-        frames = coordinator.decide({specs.FULL: needs.blocks(pulled)}, idle=needs.idle(pulled))
+        pages, rows = needs.pages_and_rows(pulled)
+        wanted = {name: rows if name == specs.ROWS else pages for name in self.lists}
+        frames = coordinator.decide(wanted, idle=needs.idle(pulled))
         return Mark(frames) if frames else None
 
     def _limit_cache(self, coordinator: StreamCoordinator) -> None:
@@ -276,15 +298,13 @@ class Runtime:
         if not cached:
             return
         surplus = cached - self.config.max_cached_tokens if self.config.max_cached_tokens >= 0 else 0
-        if (over := coordinator.overage_bytes) and self._available() < self._page_size:
-            per_token = max(1, coordinator.stage.page_bytes(specs.FULL)) // max(1, self._block_tokens())
-            surplus = max(surplus, min(cached, -(-over // max(1, per_token))))
+        full = specs.FULL
+        if (over := coordinator.overage_bytes) and not self.lists[full].available():
+            stage = coordinator.stage
+            page_tokens = stage.domain(full).blocks_per_page * self._taken().block_tokens(full)
+            surplus = max(surplus, min(cached, -(-over * page_tokens // max(1, stage.page_bytes(full)))))
         if surplus > 0:
             coordinator.evict(surplus)
-
-    def _block_tokens(self) -> int:
-        domain = self._coordinator().stage.domain(specs.FULL)
-        return domain.blocks_per_page * max(1, domain.block_tokens)
 
     def apply(self, mark: Mark) -> None:
         """On every rank, before anything else of the same list is handled."""
@@ -304,37 +324,38 @@ class Runtime:
         for batch in (scheduler.running_batch, *(getattr(scheduler, "running_mbs", None) or ())):
             batch.batch_is_full = False
 
-    def _forget_ids(self, entries: Sequence[Any]) -> None:
+    def _forget_ids(self, retired: Sequence[Run]) -> None:
         """No stale row may name an id that is gone: kernels read rows past what a request has written."""
-        tokens = self.tokens
-        if tokens is None:
-            return
+        index = self._coordinator().stage.domain_index(specs.FULL)
         table = self._scheduler.req_to_token_pool.req_to_token
-        span = tokens.book.blocks_per_page * self._page_size
-        for run in entries:
-            gone = (table >= run.first * span) & (table < run.end * span)
-            table.masked_fill_(gone, 0)
+        span = self._coordinator().stage.domains[index].blocks_per_page * self._taken().block_tokens(specs.FULL)
+        for run in retired:
+            if run.domain == index:
+                table.masked_fill_((table >= run.first * span) & (table < run.end * span), 0)
 
-    # ------------------------------------------------------------------ views
+    # ------------------------------------------------------------------ views, in tokens (rows: in rows)
 
-    def growable_tokens(self) -> int:
-        """Tokens that every rank could still back, never more than the engine's allocator has ids for."""
-        tokens = self.tokens
-        if tokens is None:
+    def growable_tokens(self, domain: str = specs.FULL) -> int:
+        """What every rank could still back, never more than the engine's allocator has ids for."""
+        known = self.lists.get(domain)
+        if known is None:
             return 0
-        growable = self._coordinator().domains[specs.FULL].growable
-        return min(growable, tokens.missing) * self._page_size
+        growable = self._coordinator().domains[domain].growable
+        return min(growable, known.missing) * self._taken().block_tokens(domain)
 
-    def published_free_tokens(self) -> int:
-        """Tokens that a step can allocate now without evicting anything."""
-        return self._available() * self._page_size
+    def published_free_tokens(self, domain: str = specs.FULL) -> int:
+        """What a step can allocate now without evicting anything."""
+        return self.lists[domain].available() * self._taken().block_tokens(domain)
 
-    def unpublished_tokens(self) -> int:
-        """Tokens that exist for the engine's accounts and are not backed."""
-        return 0 if self.tokens is None else self.tokens.missing * self._page_size
+    def unpublished_tokens(self, domain: str = specs.FULL) -> int:
+        """What exists for the engine's accounts and is not backed."""
+        known = self.lists.get(domain)
+        return 0 if known is None else known.missing * self._taken().block_tokens(domain)
 
-    def _available(self) -> int:
-        return 0 if self.tokens is None else self.tokens.available()
+    def _taken(self) -> specs.Takeover:
+        if self._takeover is None:
+            raise ConfigError(f"nothing is taken over in phase {self.phase.value}")
+        return self._takeover
 
     def _coordinator(self) -> StreamCoordinator:
         if self.coordinator is None:

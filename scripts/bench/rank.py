@@ -17,8 +17,8 @@ from kvcached_dist.coord.links.store import connect_store
 
 from .floor import BareDriver, Floor
 from .plan import Cell, Options, cell_of, model_of
-from .seams import Profile
 from .protocol import Protocol
+from .seams import Profile
 
 MEET_S = 300.0
 QUIET_S = 0.002
@@ -37,10 +37,11 @@ def run(options: Options, ranks: int, rank: int, port: int, barrier: Any, result
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def meet() -> None:
-        if ranks > 1:
-            barrier.wait(MEET_S)
-            time.sleep(QUIET_S)  # whoever was woken first does not begin while the others still wake
-            barrier.wait(MEET_S)
+        # The pause keeps the one who is woken first from beginning while the others still wake, and gives the floor
+        # the same idle time before a repetition that an engine's growth has.
+        barrier.wait(MEET_S)
+        time.sleep(QUIET_S)
+        barrier.wait(MEET_S)
 
     try:
         store = connect_store("127.0.0.1", port, False, ranks, 60) if ranks > 1 else None

@@ -81,3 +81,16 @@ def peer(console: Console, found: dict[str, Any]) -> None:
         figures = (_ms(sorted(row[kind])[middle]) for kind in ("map_us", "unmap_us"))
         table.add_row(str(row["layers"]), str(row["pages"]), *figures)
     console.print(table)
+
+
+def occupancy(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Share of the physical memory that comes back at 50 % random occupancy; 0.5 would be all of it."""
+    together = sorted({row["blocks_together"] for row in rows})
+    table = Table(title="reclaimed share of physical memory, half of the blocks free at random", title_justify="left")
+    table.add_column("run\npages", justify="right")
+    for count in together:
+        table.add_column(f"requests of\n{count} block{'s' if count > 1 else ''}", justify="right")
+    for run in sorted({row["run_pages"] for row in rows}):
+        shares = {row["blocks_together"]: row["recovered_share"] for row in rows if row["run_pages"] == run}
+        table.add_row(str(run), *(f"{shares[count]:.2f}" for count in together))
+    console.print(table)

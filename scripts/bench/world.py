@@ -81,7 +81,9 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     cell["extents"] = floors[0]["extents"]
     cell["extents_sustained"] = floors[0]["extents_sustained"]
     cell["extent_bytes"] = sum(first["extent_bytes"])
-    cell["floor"] = {name: summary(slowest([f[f"{name}_us"] for f in floors])) for name in ("grow", "reserve", "reclaim")}
+    cell["floor"] = {
+        name: summary(slowest([f[f"{name}_us"] for f in floors])) for name in ("grow", "reserve", "reclaim")
+    }
     cell["floor"]["sustained_us"] = max(sum(f["sustained_us"]) for f in floors)
     if "bare" in first:
         cell["bare"] = {

@@ -25,8 +25,8 @@ def work(rank: int, problem: Problem | None = None, **changes: Any) -> Work:
 
 def test_a_loss_that_all_know_in_time_is_no_violation() -> None:
     works = {rank: work(rank, LOST) for rank in (0, 1, 3)}
-    assert checks.check_detection(KILLED, 100.0, works, lease_s=5.0) == []
-    assert checks.check_detection(HUNG_LEADER, 100.0, {1: work(1, HUNG)}, lease_s=5.0) == []
+    assert checks.check_detection(KILLED, 100.0, works, lease_s=5.0, lag_s=0.0) == []
+    assert checks.check_detection(HUNG_LEADER, 100.0, {1: work(1, HUNG)}, lease_s=5.0, lag_s=0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -41,18 +41,24 @@ def test_a_loss_that_all_know_in_time_is_no_violation() -> None:
     ],
 )
 def test_a_survivor_that_knows_something_else_is_a_violation(problem: Problem | None, says: str) -> None:
-    found = checks.check_detection(KILLED, 100.0, {0: work(0, problem)}, lease_s=5.0)
+    found = checks.check_detection(KILLED, 100.0, {0: work(0, problem)}, lease_s=5.0, lag_s=0.0)
     assert any(says in text for text in found), found
 
 
 def test_survivors_that_name_different_ranks_are_a_violation() -> None:
     works = {0: work(0, LOST), 1: work(1, replace(LOST, cause_rank=0))}
-    assert any("different" in text for text in checks.check_detection(KILLED, 100.0, works, lease_s=5.0))
+    assert any("different" in text for text in checks.check_detection(KILLED, 100.0, works, lease_s=5.0, lag_s=0.0))
 
 
 def test_a_hung_rank_may_be_known_a_second_after_the_lease() -> None:
     late = replace(HUNG, at=106.1)
-    assert checks.check_detection(HUNG_LEADER, 100.0, {1: work(1, late)}, lease_s=5.0) != []
+    assert checks.check_detection(HUNG_LEADER, 100.0, {1: work(1, late)}, lease_s=5.0, lag_s=0.0) != []
+
+
+def test_time_without_a_core_is_not_the_ranks_time() -> None:
+    late = {1: work(1, replace(LOST, at=101.4))}
+    assert checks.check_detection(KILLED, 100.0, late, lease_s=5.0, lag_s=0.5) == []
+    assert checks.check_detection(KILLED, 100.0, late, lease_s=5.0, lag_s=0.3) != []
 
 
 @pytest.mark.parametrize(

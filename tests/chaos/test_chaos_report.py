@@ -84,3 +84,12 @@ def test_a_line_says_what_came_of_a_fault() -> None:
     assert "detected 40-60 ms; recovered 1400 ms" in report().outcomes[0].line()
     assert "VIOLATION x" in Outcome(PLAN[0], True, violations=["x"]).line()
     assert "did not happen" in Outcome(PLAN[0]).line()
+
+
+def test_an_overloaded_host_is_named() -> None:
+    for lag_s, named in ((0.1, False), (1.5, True)):
+        written = io.StringIO()
+        overloaded = report()
+        overloaded.lag_s = lag_s
+        overloaded.print(Console(file=written, width=200))
+        assert ("a process waited 1.5 s for a core" in written.getvalue()) == named

@@ -91,7 +91,9 @@ class Scenario:
                     wanted = block.expected[number] if number < len(block.expected) else "(nothing)"
                     got = trace[number] if number < len(trace) else "(nothing)"
                     if wanted != got:
-                        return f"{self.path.name}, input '{block.line}', line {number + 1}: {got!r} instead of {wanted!r}"
+                        return (
+                            f"{self.path.name}, input '{block.line}', line {number + 1}: {got!r} instead of {wanted!r}"
+                        )
         return None
 
 
@@ -245,7 +247,9 @@ class Player:
         """What every rank holds and what the leader knows."""
         world = self.world
         for table in world.leader.tables:
-            states = " ".join(f"{run}={state.name.lower()}" for state in PageState if state for run in table.runs(state))
+            states = " ".join(
+                f"{run}={state.name.lower()}" for state in PageState if state for run in table.runs(state)
+            )
             health, cause = world.leader.health[table.domain], world.leader.first_cause[table.domain]
             growable = world.leader.replica.growable(table.domain)
             tail = "" if cause is None else f" ({cause})"

@@ -266,8 +266,10 @@ class World:
                 what, values, number = self.inputs[seat.done]
                 try:
                     seat.agent.raise_if_failed()  # type: ignore[attr-defined]
-                    ended = self._alloc(seat, values, number) if what == "alloc" else (
-                        self._free(seat, values) if what == "free" else self._step(seat)
+                    ended = (
+                        self._alloc(seat, values, number)
+                        if what == "alloc"
+                        else (self._free(seat, values) if what == "free" else self._step(seat))
                     )
                 except GroupFailed as failure:
                     self.say(f"{seat.rank}: {what} raises GroupFailed: {failure.cause}")

@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=0, help="engine steps of a replay")
     parser.add_argument("--lines", type=int, default=80, help="lines of trace that a replay prints")
     parser.add_argument("--first", action="store_true", help="end at the first violation, without reducing it")
-    parser.add_argument("--mutants", action="store_true", help="break the core in known ways; every break must be found")
+    parser.add_argument(
+        "--mutants", action="store_true", help="break the core in known ways; every break must be found"
+    )
     parser.add_argument("--only", default="", help="with --mutants: names that contain this")
     return parser
 
@@ -79,7 +81,8 @@ def _conclude(summary: Summary, schedules: int | None, seconds: float) -> int:
     print(f"transactions: {dict(sorted(summary.verdicts.items()))}; limits: {dict(sorted(summary.limits.items()))}")
     print(f"coordinators that failed as the faults demand: {dict(sorted(summary.ends.items()))}")
     print(
-        f"schedules={summary.schedules} through_liveness={summary.calm} engine_steps={summary.steps}"
+        f"schedules={summary.schedules} through_liveness={summary.calm} rejoins={summary.epochs}"
+        f" engine_steps={summary.steps}"
         f" events={sum(summary.events)} events_median={median} seconds={seconds:.1f}"
         f" violations={len(summary.failures)} empty_cells={len(empty)}"
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvcached_dist import agent as agent_module
-from kvcached_dist.coord.core.entries import Publish
 from kvcached_dist.coord.core import reclaim
+from kvcached_dist.coord.core.entries import Publish
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.core.ledger import Peer
 from kvcached_dist.coord.core.messages import Message, TxnMessage
@@ -16,7 +16,7 @@ from kvcached_dist.coord.core.replica import Replica
 from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 
 from . import faults
-from .clock import MS, SECOND, WorldClock
+from .clock import MS, WorldClock
 from .hardware import Card, PoolModel, RankMemory
 from .host import Host
 from .network import SimLink, Wire
@@ -97,6 +97,7 @@ class Cluster:
         self._revision = 1
         self.diverged = False
         self._paused = 0
+        self._armed = False
         self.reform: Reform | None = None
         """A change of epoch that is under way."""
         self._build()
@@ -219,6 +220,7 @@ class Cluster:
                     host.rank
                     for host in running
                     if host.failed_at is None and host.agent.lost is None and host.stopped_until <= self.loop.now
+                    if self.reform is None or host.rank != self.reform.restarted
                 ]
                 self.oracle.require(not ignorant, "L2", f"ranks {ignorant} do not know that rank {rank} is gone")
         return False
@@ -231,7 +233,9 @@ class Cluster:
             report.cause_kind = failed.cause.kind.name
             self._check_causes()
         elif not self.leader.quiescent() and not any(host.dead for host in self.hosts):
-            self.oracle.require(not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed")
+            self.oracle.require(
+                not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed"
+            )
             self._check_calm()
             report.calm = True
         report.events = self.loop.events
@@ -341,15 +345,15 @@ class Cluster:
 
     def leader_stepped(self, op: Step) -> None:
         """The leader has ended a step: the first one begins the safety phase, the first calm one ends it."""
-        if op.number == 1 and not op.calm:
-            self.faulty = True
+        if op.number == 1 and not self._armed:
+            self.faulty = self._armed = True
             for fault in self.plan.faults:
                 copy = replace(fault)
                 if fault.kind in ARMED:
                     faults.arm(self, copy)
                 else:
                     self._pending.append(copy)
-        elif op.calm and self.faulty:
+        if op.calm and self.faulty:
             self._calm()
 
     def _calm(self) -> None:

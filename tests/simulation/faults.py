@@ -21,7 +21,7 @@ ANY = -1
 def excuses(kind: str, rank: int) -> set[tuple[CauseKind, int]]:
     """Failures (kind, rank) that a fault may end in; :data:`ANY` stands for every rank."""
     match kind:
-        case "kill" | "kill_leader":
+        case "kill" | "kill_leader" | "rejoin":
             return {(CauseKind.RANK_LOST, rank)}
         case "stop_long":
             return {(CauseKind.RANK_HUNG, rank), (CauseKind.RANK_HUNG, 0), (CauseKind.RANK_LOST, 0)}
@@ -58,7 +58,16 @@ def inject(cluster: Cluster, fault: Fault) -> None:
     loop, plan = cluster.loop, cluster.plan
     if host.stopped_until > loop.now and fault.kind in ("duplicate", "old_epoch", "bye"):
         return
-    if fault.rank == 0 and fault.kind in ("clog", "half_clog", "link_lost", "late_stage", "bye", "kill", "stop_long"):
+    if fault.rank == 0 and fault.kind in (
+        "clog",
+        "half_clog",
+        "link_lost",
+        "late_stage",
+        "bye",
+        "kill",
+        "rejoin",
+        "stop_long",
+    ):
         return
     match fault.kind:
         case "duplicate":
@@ -67,7 +76,7 @@ def inject(cluster: Cluster, fault: Fault) -> None:
         case "old_epoch":
             if not old_epoch(cluster, host):
                 return
-        case "kill" | "kill_leader":
+        case "kill" | "kill_leader" | "rejoin":
             kill(cluster, host)
         case "stop" | "stop_leader" | "stop_long" | "stop_leader_long":
             stop(cluster, host, fault.amount)

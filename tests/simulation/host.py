@@ -1,7 +1,7 @@
 """One rank of the simulated world: the real agent without its threads, a worker, a device and an engine.
 
-The agent's threads are events here: the link readers are :meth:`Host.receive`, the worker is :meth:`Host._begin_work`
-and :meth:`Host._end_work`, the clock is :meth:`Host.beat` and :meth:`Host.tick`, the scheduler is :meth:`Host.schedule`.
+The agent's threads are events here: the link readers are :meth:`Host.receive`, the worker is ``_begin_work`` and
+``_end_work``, the clock is :meth:`Host.beat` and :meth:`Host.tick`, the scheduler is :meth:`Host.schedule`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvcached_dist.coord.core.replica import OpKind, Replica
 from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, Rank
 
 from .hardware import RankMemory
-from .schedule import ANSWERS_OF, CAUSE_OF, Fault
 from .oracle import Violation
 from .pool import ListPool
+from .schedule import ANSWERS_OF, CAUSE_OF, Fault
 from .workload import Alloc, Free, Hint, Ids, Op, Program, Result, Step, Workload
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class Host:
 
     def link_down(self, peer: Rank, reason: str, eof: bool, epoch: Epoch) -> None:
         """A link has ended."""
-        if epoch != self.agent.epoch:
+        if epoch != self.agent.epoch or self.ended:
             return
         link = self.links[peer]
         if link.down is not None:
@@ -268,6 +268,8 @@ class Host:
             return
         self.agent._beat()
         for peer, heard in self.heard.items():
+            if peer in self.agent._left:
+                continue
             if self.loop.now - max(heard, self.resumed_at) > self.cluster.plan.lease and self.links[peer].down is None:
                 self.link_down(peer, "silent for a lease", False, self.agent.epoch)
         self.settle()
@@ -311,6 +313,8 @@ class Host:
         if work.kind is WorkKind.RESERVE and card.turn not in (None, self.rank):
             if self.loop.now - asked > plan.growth_deadline:
                 self.cluster.struck("admission", self.rank)
+                if self.agent.participant.joining:
+                    self.cluster.excuses.add((CauseKind.ADMISSION, self.rank))
                 self._outcome: Cause | None = Cause(CauseKind.ADMISSION, Rank(self.rank), "the turn did not come")
                 self.loop.after(1, self, self._end_work, work, life)
             else:
@@ -441,11 +445,12 @@ class Host:
             case Alloc(needs=needs):
                 return self._alloc(needs)
             case Free(ids=ids):
-                return self._free(ids)
+                self._free(ids)
             case Hint(step_blocks=blocks, idle=idle):
-                return self._hint(blocks, idle)
+                self._hint(blocks, idle)
             case Step():
                 return self._step(op)
+        return None
 
     def _alloc(self, needs: Mapping[int, int]) -> object:
         replica = self.replica

@@ -1,8 +1,10 @@
-"""One-line breaks of the protocol. Each must be found by the simulation or by a scenario, and says which rule it breaks.
+"""One-line breaks of the protocol. Each must be found by the simulation or a scenario, and says which rule it breaks.
 
 A mutant is data: a file, a text that stands in it exactly once, and what to put in its place. It is applied to a copy
 of the package in a temporary folder, where the directed schedules, random ones and the scenario files are run.
 """
+
+# ruff: noqa: E501  (the texts of the mutants are lines of other files)
 
 from __future__ import annotations
 
@@ -23,6 +25,8 @@ RANDOM_SCHEDULES = 500
 """Random schedules that a mutant has to survive, after the directed ones, to count as not found."""
 
 TIMEOUT_S = 900
+
+NOT_FOUND = "NOT FOUND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,57 @@ MUTANTS = (
         "            case UnmapFailed(cause=cause):\n",
         "            case Unmapped():\n                txn.waiting.clear()\n            case UnmapFailed(cause=cause):\n",
     ),
+    # ------------------------------------------------------------------ change of epoch
+    Mutant(
+        "M1-log-starts-again",
+        "M1: log indices do not continue across epochs",
+        _CORE + "replica.py",
+        "        replica.next_index = snapshot.next_index\n",
+        "",
+    ),
+    Mutant(
+        "M1-restarted-rank-holds-retained",
+        "M1: an emptied rank holds something for retained runs",
+        _CORE + "epoch.py",
+        "for run, published in wanted.items() if published and run not in held)",
+        "for run, published in wanted.items() if run not in held)",
+    ),
+    Mutant(
+        "M2-mapping-becomes-absent",
+        "M2: an open MAP is resolved as aborted",
+        _CORE + "epoch.py",
+        "            leader.drop_open(PageState.RETAINED, cause)\n"
+        "            leader.retained.append(Retained(txn.runs, txn.tries, cause))\n",
+        "            leader.drop_open(PageState.ABSENT, cause)\n",
+    ),
+    Mutant(
+        "M2-unmapping-comes-back",
+        "M2: an UNMAP under way is not rolled forward",
+        _CORE + "epoch.py",
+        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.drop_open(PageState.ABSENT, cause)\n",
+        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.drop_open(PageState.PUBLISHED, cause)\n",
+    ),
+    Mutant(
+        "M2-draining-rolled-forward",
+        "M2: a retirement that drains is not cancelled",
+        _CORE + "epoch.py",
+        "            leader.drop_open(PageState.PUBLISHED, cause)\n",
+        "            leader.drop_open(PageState.ABSENT, cause)\n",
+    ),
+    Mutant(
+        "M2-mapped-but-not-logged-is-published",
+        "M2: a PUBLISH that no mark has carried counts",
+        _CORE + "epoch.py",
+        "table.become(run, PageState.RETAINED if state is PageState.OPEN else PageState.PUBLISHED)",
+        "table.become(run, PageState.PUBLISHED)",
+    ),
+    Mutant(
+        "M2-restored-is-taken-as-mapped",
+        "M2: a run that is unmapped here is not mapped again",
+        _CORE + "participant.py",
+        "        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):\n            return False\n",
+        "",
+    ),
     # ------------------------------------------------------------------ details that were once wrong, or nearly
     Mutant(
         "adopt-half-a-batch",
@@ -334,8 +389,8 @@ MUTANTS = (
         "digest-without-counts",
         "S5: the digest does not see how much was taken",
         _CORE + "replica.py",
-        "_OP.pack(kind, domain, blocks, available, ids_crc)",
-        "_OP.pack(kind, domain, 0, 0, 0)",
+        "_pack_op(kind, domain, blocks, available, ids_crc)",
+        "_pack_op(kind, domain, 0, 0, 0)",
     ),
     Mutant(
         "retire-leaves-the-free-list",
@@ -402,8 +457,14 @@ def copy_project(target: Path) -> None:
     shutil.copytree(ROOT / "coord", target / "coord", ignore=shutil.ignore_patterns("__pycache__"))
     (target / "kvcached_dist" / "coord").symlink_to(Path("..") / "coord")
     for folder in ("simulation", "scenarios"):
-        shutil.copytree(ROOT / "tests" / folder, target / "tests" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "tests" / folder, target / "tests" / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (target / "tests" / "__init__.py").touch()
+
+
+UNBROKEN = Mutant("unbroken", "nothing", _CORE + "leader.py", "LEADER = Rank(0)\n", "LEADER = Rank(0)\n")
+"""The copy without a break: what is found in it says nothing about the mutants."""
 
 
 def run_one(mutant: Mutant) -> Verdict:
@@ -414,7 +475,7 @@ def run_one(mutant: Mutant) -> Verdict:
         copy_project(root)
         apply(mutant, root)
         environment = {**os.environ, "PYTHONPATH": name, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-        found = "NOT FOUND"
+        found = NOT_FOUND
         for what, arguments in (
             ("scenario", ["-m", "tests.scenarios"]),
             ("simulation", ["-m", "tests.simulation", "--jobs", "1", "--schedules", str(RANDOM_SCHEDULES), "--first"]),
@@ -441,12 +502,16 @@ def run_one(mutant: Mutant) -> Verdict:
 def run_all(only: str, jobs: int) -> int:
     """Run the mutants whose name contains ``only``; exit status 0 when every one was found."""
     chosen = [mutant for mutant in ALL if only in mutant.name]
+    baseline = run_one(UNBROKEN)
+    if baseline.found_by != NOT_FOUND:
+        print(f"without a mutant there is already a violation: {baseline.found_by}")
+        return 1
     verdicts = []
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         for future in as_completed([pool.submit(run_one, mutant) for mutant in chosen]):
             verdict = future.result()
             verdicts.append(verdict)
             print(f"{verdict.mutant.name:38} {verdict.seconds:6.1f} s  {verdict.found_by}", flush=True)
-    missed = [verdict.mutant for verdict in verdicts if verdict.found_by == "NOT FOUND"]
+    missed = [verdict.mutant for verdict in verdicts if verdict.found_by == NOT_FOUND]
     print(f"mutants={len(chosen)} found={len(chosen) - len(missed)} missed={[mutant.name for mutant in missed]}")
     return 1 if missed or not chosen else 0

@@ -66,7 +66,9 @@ class Wire:
         """The receiver learns, after what is under way, that there will be no more."""
         if not self.ended:
             self.ended = True
-            self.loop.at(self._arrival(), self.target, self.target.link_down, Rank(self.source.rank), reason, eof, self.epoch)
+            self.loop.at(
+                self._arrival(), self.target, self.target.link_down, Rank(self.source.rank), reason, eof, self.epoch
+            )
 
 
 class SimLink:

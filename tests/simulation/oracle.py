@@ -163,8 +163,7 @@ class Oracle:
             if state is not Page.RETIRING or view.verdict not in ("", "reclaimed"):
                 continue
             released = all(
-                ("Released", rank) in view.answered and not other.memory.holds_any(run)
-                for rank, other in self.living()
+                ("Released", rank) in view.answered and not other.memory.holds_any(run) for rank, other in self.living()
             )
             if released:
                 view.verdict = "reclaimed"
@@ -177,7 +176,10 @@ class Oracle:
         if view.verdict:
             return False
         if not view.grow:
-            return view.retained and all(("Restored", rank) in view.answered for rank, _ in self.living())
+            # Cancelled before any UNMAP (its UNRETIRE may still wait for a mark), or restored.
+            unmapped = any(name == "Unmap" for name, _ in view.sent)
+            restored = all(("Restored", rank) in view.answered for rank, _ in self.living())
+            return view.retained and (restored or not unmapped)
         settled = all(view.answered & {("Mapped", rank), ("MapFailed", rank)} for rank, _ in self.living())
         return settled and any(name == "MapFailed" for name, _ in view.answered)
 
@@ -266,7 +268,8 @@ class Oracle:
                 )
                 self._verdict(txn, view, "restored")
                 for run in view.runs:
-                    self.runs[run] = (Page.OPEN, txn) if view.retained else (Page.PUBLISHED, txn)
+                    if self.runs.get(run) == (Page.RETIRING, txn):
+                        self.runs[run] = (Page.OPEN, txn) if view.retained else (Page.PUBLISHED, txn)
             case Reclaimed(txn=txn):
                 view = self.txns[txn]
                 self._forget_released()
@@ -428,7 +431,7 @@ class Oracle:
     def _after_epoch(self, state: Page, view: TxnView) -> str:
         sent = {name for name, _ in view.sent}
         if state in (Page.PUBLISHED, Page.QUARANTINED):
-            return state.value
+            return str(state.value)
         if state is Page.OPEN:
             return "retained" if view.adopted or "Map" in sent or not view.grow else "absent"
         if "Unmap" in sent and "Restore" not in sent:

@@ -89,6 +89,7 @@ class Summary:
 
     schedules: int = 0
     calm: int = 0
+    epochs: int = 0
     steps: int = 0
     events: list[int] = field(default_factory=list)
     ranks: Counter[int] = field(default_factory=Counter)
@@ -103,6 +104,7 @@ class Summary:
         """One schedule without a violation."""
         self.schedules += 1
         self.calm += report.calm
+        self.epochs += report.epochs
         self.steps += report.steps
         self.events.append(report.events)
         self.ranks[plan.ranks] += 1
@@ -116,6 +118,7 @@ class Summary:
         """Add the sums of another process."""
         self.schedules += other.schedules
         self.calm += other.calm
+        self.epochs += other.epochs
         self.steps += other.steps
         self.events += other.events
         for name in ("ranks", "hits", "checks", "verdicts", "limits", "ends"):
@@ -204,9 +207,9 @@ def shrink(failure: Failure) -> Failure:
     best = failure.variant
     plan = best.plan()
     candidates: list[Callable[[Variant], Variant]] = [
-        *(lambda v, k=kind: replace(v, quiet=(*v.quiet, k)) for kind in list(plan.chatter)),  # type: ignore[misc]
-        *(lambda v, n=number: replace(v, without=(*v.without, n)) for number in range(len(plan.faults))),  # type: ignore[misc]
-        *(lambda v, s=steps: replace(v, steps=s) for steps in (4, 8, 16, 32)),  # type: ignore[misc]
+        *(lambda v, k=kind: replace(v, quiet=(*v.quiet, k)) for kind in list(plan.chatter)),
+        *(lambda v, n=number: replace(v, without=(*v.without, n)) for number in range(len(plan.faults))),
+        *(lambda v, s=steps: replace(v, steps=s) for steps in (4, 8, 16, 32)),
     ]
     for change in candidates[:SHRINK_RUNS_MAX]:
         smaller = change(best)

@@ -44,6 +44,7 @@ CELLS: Final[dict[str, tuple[str, ...]]] = {
     # processes
     "kill": PHASES,
     "kill_leader": PHASES,
+    "rejoin": PHASES,
     "stop": PHASES,
     "stop_long": PHASES,
     "stop_leader": PHASES,
@@ -86,7 +87,7 @@ ARMED: Final = (*CAUSE_OF, "slow_work", "drop_answer", "drop_state")
 leader has entered their phase for the n-th time."""
 
 FATAL: Final = frozenset(
-    {"restore_fail", "kill", "kill_leader", "stop_long", "stop_leader_long", "link_lost", "bye", "diverge"}
+    {"rejoin", "restore_fail", "kill", "kill_leader", "stop_long", "stop_leader_long", "link_lost", "bye", "diverge"}
 )
 """Kinds that end the coordinator; rare in a schedule, so that most reach the liveness phase."""
 
@@ -113,6 +114,21 @@ class Fault:
         return f"{self.kind}@{self.phase}(rank={self.rank}, nth={self.nth}, amount={self.amount})"
 
 
+DIRECTED_SHAPE: Final = Shape(
+    pages=(24,),
+    blocks_per_page=(2,),
+    steps=40,
+    ops=1.5,
+    grab=0.3,
+    both=0.5,
+    retry=0.5,
+    hold=5,
+    busy_steps=14,
+    hint=0.1,
+)
+"""Workload of the directed schedules: grows, and gives back in idle spells."""
+
+
 @dataclass(slots=True)
 class Plan:
     """One schedule. Everything is drawn from ``seed``; faults can be left out by number when a failure is shrunk.
@@ -123,7 +139,7 @@ class Plan:
     seed: int
     tp: int = 2
     pp: int = 1
-    shape: Shape = Shape((24,), (2,), 40, 1.5, 0.3, 0.5, 0.5, 5, 14, 0.1)
+    shape: Shape = DIRECTED_SHAPE
     ordered: bool = False
     beat: int = 100 * MS
     lease: int = 2 * SECOND
@@ -264,7 +280,7 @@ def _draw_faults(plan: Plan, random: Random) -> list[Fault]:
     """Faults of random kinds at random phases; how many, and how many may be fatal, is drawn too."""
     fatal_share = 0.3 if plan.policy.rejoin else random.choice((0.0, 0.0, 0.15))
     mild = [kind for kind in CELLS if kind not in FATAL]
-    fatal = sorted(FATAL)
+    fatal = sorted(FATAL - {"rejoin"}) + ["rejoin"] * (8 * plan.policy.rejoin)
     faults = []
     for _ in range(random.choice((0, 1, 3, 6, 10))):
         kind = random.choice(fatal if random.random() < fatal_share else mild)
@@ -297,7 +313,7 @@ def fault_at(plan: Plan, kind: str, phase: str, random: Random, nth: int = 1) ->
 
 def directed() -> list[Plan]:
     """One schedule per cell of the table; they run first."""
-    plans = []
+    plans: list[Plan] = []
     for kind, phases in CELLS.items():
         for phase in phases:
             number = len(plans)
@@ -313,8 +329,9 @@ def directed() -> list[Plan]:
                 reclaim_interval_steps=4,
                 backoff_min=5 * MS,
                 backoff_max=80 * MS,
+                rejoin=kind == "rejoin",
             )
-            if "restoring" in (phase, *CELLS[kind][:0]):
+            if phase == "restoring":
                 plan.faults.append(Fault("unmap_fail", "unmapping", 1, 1, 1))
             plan.faults.append(fault_at(plan, kind, phase, random))
             plans.append(plan)

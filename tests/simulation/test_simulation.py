@@ -28,6 +28,15 @@ def test_directed_schedules_hit_their_cells(stripe: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_restarted_rank_rejoins_in_every_phase(phase: str) -> None:
+    plan = next(plan for plan in directed() if plan.directed == f"rejoin@{phase}")
+    report = Cluster(plan).run()
+    assert report.hits["rejoin", phase] == report.epochs == 1
+    assert report.calm, "the world goes on and gives everything back"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stripe", range(4))
 def test_random_schedules(stripe: int) -> None:
     summary = run_chunk([Variant(1000 * stripe + number) for number in range(60)])
@@ -73,9 +82,7 @@ def test_the_table_has_a_row_for_each_fault() -> None:
 
 
 def test_mutants_still_apply() -> None:
-    wrong = [
-        mutant.name for mutant in mutants.ALL if (mutants.ROOT / mutant.file).read_text().count(mutant.old) != 1
-    ]
+    wrong = [mutant.name for mutant in mutants.ALL if (mutants.ROOT / mutant.file).read_text().count(mutant.old) != 1]
     assert wrong == []
     names = [mutant.name for mutant in mutants.ALL]
     assert len(names) == len(set(names)) >= 25

@@ -16,7 +16,11 @@ from kvcached_dist.coord.core.invariants import RULES, require
 
 ROOT = Path(__file__).resolve().parents[3]
 CORE = ROOT / "coord" / "core"
-CHECKERS = (*sorted(CORE.glob("*.py")), ROOT / "kvcached_dist" / "agent.py", *sorted((ROOT / "tests/simulation").glob("*.py")))
+CHECKERS = (
+    *sorted(CORE.glob("*.py")),
+    ROOT / "kvcached_dist" / "agent.py",
+    *sorted((ROOT / "tests/simulation").glob("*.py")),
+)
 
 WRITERS = {
     ("pages.py", "_states"): {"__init__", "become"},

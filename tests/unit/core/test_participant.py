@@ -235,6 +235,16 @@ def test_a_reserve_over_cancelled_retained_runs_overtakes_the_unretire(rig: Rig)
     assert rig.does() == [Mapped(EPOCH, Txn(3))]
 
 
+def test_a_restarted_rank_holds_nothing_for_retained_runs_and_retires_them_all_the_same(rig: Rig) -> None:
+    rig.drained(retained=True)
+    assert rig.gets(Unmap(EPOCH, Txn(2))) == []
+    assert rig.work[0].runs == ()
+    assert rig.does(handles=0) == [Unmapped(EPOCH, Txn(2))]
+    rig.gets(Release(EPOCH, Txn(2)))
+    assert rig.does(handles=0) == [Released(EPOCH, Txn(2), (0,))]
+    assert rig.machine.runs() == []
+
+
 @provokes("S6")
 def test_reserve_over_a_published_run_is_refused(rig: Rig) -> None:
     rig.grown()

@@ -102,7 +102,7 @@ def test_entries_that_are_missing_or_repeated_are_refused(index: int) -> None:
     leader, follower = replica(0), replica(1)
     for each in (leader, follower):
         each.apply(Growable(FULL, 4))
-    with pytest.raises(InvariantViolation, match="^S12 violated"):
+    with pytest.raises(InvariantViolation, match=r"^S12 violated"):
         follower.check(mark_of(leader, index=index))
 
 
@@ -119,7 +119,7 @@ def test_retire_of_a_run_in_use_is_refused() -> None:
 
 @provokes("S12")
 def test_unretire_of_what_was_never_retired_is_refused() -> None:
-    with pytest.raises(InvariantViolation, match="^S12 violated"):
+    with pytest.raises(InvariantViolation, match=r"^S12 violated"):
         replica().apply(Unretire(Txn(4)))
 
 

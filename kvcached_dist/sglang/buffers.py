@@ -1,0 +1,124 @@
+"""The engine's buffers as views of reservations, made where the engine makes its own.
+
+Graphs are captured over these tensors and pointers into them are cached right after they are made, so they are never
+swapped afterwards. The null page and the sentinel rows behind them are backed before the first one exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import torch
+
+from ..coord.core.errors import ConfigError
+from ..pools.backing import StageBacking
+
+
+def mha_buffers(backing: StageBacking, pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V buffers of every local layer of an ``MHATokenToKVPool``."""
+    k_shape, v_shape = pool._kv_buffer_shapes()
+    dtype = str(pool.store_dtype).removeprefix("torch.")
+    names = [spec.name for spec in backing.stage.pools]
+    layers = range(pool.layer_num)
+    if len(names) == 1:
+        k = [backing.layer(names[0], 2 * layer, dtype, k_shape) for layer in layers]
+        return k, [backing.layer(names[0], 2 * layer + 1, dtype, v_shape) for layer in layers]
+    k = [backing.layer(names[0], layer, dtype, k_shape) for layer in layers]
+    return k, [backing.layer(names[1], layer, dtype, v_shape) for layer in layers]
+
+
+class Dsv4Buffers:
+    """Buffers of the DeepSeek-V4 pools that one ``DeepSeekV4TokenToKVPool`` is creating, layer by layer.
+
+    Args:
+        backing: pools of this stage.
+        page_size: tokens of the engine's page.
+    """
+
+    def __init__(self, backing: StageBacking, page_size: int) -> None:
+        self._backing = backing
+        self._pages = {page_size: "swa_kv", page_size // 4: "c4_kv", page_size // 128: "c128_kv"}
+        self._taken: Counter[str] = Counter()
+
+    def page_buffer(self, pool: Any, num_pages: int) -> torch.Tensor:
+        """Next layer of a KV pool: SWA, C4 or C128, told apart by the tokens of their pages."""
+        name = self._pages[pool.page_size]
+        spec = self._backing.stage.pool(name)
+        row_bytes = pool.get_bytes_per_token()
+        padded = -(-pool.page_size * row_bytes // 576) * 576
+        if padded != spec.block_bytes:
+            raise ConfigError(f"pool {name}: a page has {padded} bytes in this engine, expected {spec.block_bytes}")
+        pool.kv_cache_total_dim, pool.bytes_per_page_padded = row_bytes, padded
+        return self._next(name, (num_pages, padded), pool.store_dtype)
+
+    def indexer_buffers(self, pool: Any) -> list[torch.Tensor]:
+        """All layers of the packed indexer."""
+        pages = (pool.size + pool.page_size + 1) // pool.page_size
+        shape = (pages, pool.page_size * pool.get_bytes_per_token())
+        return [self._next("c4_indexer", shape, torch.uint8) for _ in range(pool.layer_num)]
+
+    def state_buffer(self, pool: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Next layer of a compressor state."""
+        if pool.ratio == 128:
+            name = "c128_state"
+        else:
+            attention = self._backing.stage.pool("c4_state").row_shape[0]
+            name = "c4_state" if pool.last_dim == attention else "c4_indexer_state"
+        return self._next(name, (pool._size, pool.last_dim), dtype)
+
+    def _next(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        spec, index = self._backing.stage.pool(name), self._taken[name]
+        native = spec.native_shape(self._backing.stage.blocks(spec))
+        if shape != native or str(dtype) != f"torch.{spec.dtype}":
+            raise ConfigError(
+                f"pool {name}: the engine makes {shape} of {dtype}, expected {native} of {spec.dtype}: this layout is"
+                " not known; unset ENABLE_KVCACHED or set KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE=0"
+            )
+        self._taken[name] += 1
+        return self._backing.layer(name, index)
+
+    def finish(self) -> None:
+        """Every buffer of every pool was taken over.
+
+        Raises:
+            ConfigError: names the pools that the engine made by itself.
+        """
+        left = [spec.name for spec in self._backing.stage.pools if self._taken[spec.name] != spec.buffers]
+        if left:
+            raise ConfigError(f"the engine did not create {', '.join(left)} where they are taken over")
+
+
+def no_memory_saver(device: str) -> tuple[Any, bool, Any]:
+    """What the engine's state pools keep beside their buffer: adapter, custom pool in use, custom pool."""
+    states = importlib.import_module("sglang.srt.mem_cache.deepseek_v4_compress_state")
+    enabled, custom, _ = states.maybe_init_custom_mem_pool(device=device)
+    return states.TorchMemorySaverAdapter.create(enable=False), enabled, custom
+
+
+def kv_and_score(buffer: torch.Tensor) -> Any:
+    """The engine's wrapper of a state buffer."""
+    return importlib.import_module("sglang.srt.mem_cache.deepseek_v4_compress_state").KVAndScore(buffer)
+
+
+def reset_request_states(pool: Any, rows: list[int]) -> None:
+    """A request row begins with the state of an empty request; nothing else in the engine does it on CUDA and CPU.
+
+    Enqueued on the current stream; the rows are backed, because they were just handed out.
+    """
+    for state in pool.compress_state_pools:
+        if state is None or state.ratio != 128:
+            continue
+        scores = state.kv_score_buffer.kv_score
+        index = torch.as_tensor(rows, device=scores.device)
+        if state.online:
+            width = scores.shape[-1] // 3
+            scores[index, :width] = float("-inf")
+            scores[index, width:] = 0
+            continue
+        ring = torch.arange(state.ring_size, device=scores.device)
+        where = (index[:, None] * state.ring_size + ring).flatten()
+        width = scores.shape[-1] // 2
+        scores[where, :width] = 0
+        scores[where, width:] = float("-inf")
