@@ -52,7 +52,9 @@ def main() -> int:
         report = describe(arguments, options)
         machine = f"driver {report['driver']}, {report['cpus']} CPUs, load {report['load']}"
         console.print(f"[bold]{report['card']}[/], {machine}")
-        report["cells"] = measure(console, options, arguments.ranks)
+        for ranks in arguments.ranks:
+            report["cells"] += measure(console, options, ranks)
+            write(arguments.json, report)
     if not arguments.no_blocks:
         report["blocks"] = blocks.measure()
         tables.blocks(console, report["blocks"])
@@ -60,15 +62,20 @@ def main() -> int:
         device = rank.make_device(options, 1)
         report["occupancy"] = occupancy.measure(device, options.layers[0], options.runs)
         tables.occupancy(console, report["occupancy"])
-        del device
     if arguments.backend == "cuda":
         report["kvcached"] = peer.measure(options.layers, (1, 8), 10)
         tables.peer(console, report["kvcached"])
     report["load_after"] = [round(value, 2) for value in os.getloadavg()]
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
+    if write(arguments.json, report):
         console.print(f"raw figures: {arguments.json}")
     return 0
+
+
+def write(path: str, report: dict[str, Any]) -> bool:
+    """Write what is measured so far; whether a file was asked for."""
+    if path:
+        Path(path).write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
+    return bool(path)
 
 
 def parse() -> argparse.Namespace:
@@ -135,6 +142,7 @@ def describe(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
         "load": [round(value, 2) for value in os.getloadavg()],
         "memory_bytes": options.memory_bytes,
         "repeats": options.repeats,
+        "cells": [],
     }
 
 
@@ -146,14 +154,11 @@ def _driver() -> str:
         return "unknown"
 
 
-def measure(console: Console, options: Options, rank_counts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Every rank count in turn, each in fresh processes; a table as soon as a model is done."""
-    cells: list[dict[str, Any]] = []
-    for ranks in rank_counts:
-        found = world.measure(options, ranks, lambda cell: None)
-        for layers in options.layers:
-            tables.growth(console, found, layers, ranks)
-        cells += found
+def measure(console: Console, options: Options, ranks: int) -> list[dict[str, Any]]:
+    """One rank count in fresh processes, a table per model."""
+    cells = world.measure(options, ranks)
+    for layers in options.layers:
+        tables.growth(console, cells, layers, ranks)
     return cells
 
 

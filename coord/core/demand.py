@@ -110,6 +110,8 @@ class Demand:
 
     def _background_target(self, domain: DomainId) -> int:
         absent = self._affordable_pages(domain)
+        if self.idle and (exchange := self._leader.reclaim.exchange_pages(domain)):
+            return min(exchange, absent)
         run_pages = 1 if self.idle else self._run_length[domain].pages
         return growth_target(self.free_pages(domain), self.low_pages(domain), run_pages, absent)
 

@@ -53,7 +53,7 @@ from .messages import (
     UnmapFailed,
     Unmapped,
 )
-from .types import Cause, DomainId, Epoch, Rank, Run, Txn, TxnPhase
+from .types import Cause, DomainId, Epoch, PageId, Rank, Run, Txn, TxnPhase
 
 LEADER = Rank(0)
 
@@ -534,7 +534,7 @@ class Participant:
         """Whether a page of the run holds memory here."""
         # Held runs are disjoint: only the last one that begins before this run's end can reach into it.
         held = self._held.get(run.domain, [])
-        at = bisect_left(held, run.end, key=_first) - 1
+        at = bisect_left(held, PageId(run.end), key=_first) - 1
         return at >= 0 and held[at].end > run.first
 
     def _become(self, runs: tuple[Run, ...], state: RunState | None) -> None:
@@ -562,7 +562,7 @@ class Participant:
         self._out.append(Send(LEADER, message))
 
 
-def _first(run: Run) -> int:
+def _first(run: Run) -> PageId:
     return run.first
 
 

@@ -54,8 +54,24 @@ class Reclaim:
         """Whether a failed unmap is too recent to try again."""
         return self._leader.now < self._not_before
 
+    def exchange_pages(self, domain: DomainId) -> int:
+        """At idle: pages to grow so that a free run longer than the surplus can go, and just the reserve stays.
+
+        Grown before the long run is retired: the published free pages never fall below the watermark.
+        """
+        leader = self._leader
+        low = leader.demand.low_pages(domain)
+        free = leader.demand.free_pages(domain)
+        if free <= low or self.paused() or leader.txn is not None:
+            return 0
+        free_list = leader.replica.free_lists[domain]
+        for run in leader.tables[domain].runs(PageState.PUBLISHED):
+            if run.first > 0 and free - run.count < low and free_list.run_is_free(run.first, run.count):
+                return low - (free - run.count)
+        return 0
+
     def _free_runs(self, pressed: bool) -> tuple[list[Run], list[DomainId]]:
-        """Runs that may go, high ones first, and domains with much free memory but no free run."""
+        """Runs that may go, and domains with much free memory but no free run."""
         leader = self._leader
         chosen: list[Run] = []
         scattered: list[DomainId] = []
@@ -66,7 +82,9 @@ class Reclaim:
             free = leader.demand.free_pages(domain, due=False)
             before = len(chosen)
             free_list = leader.replica.free_lists[domain]
-            for run in reversed(table.runs(PageState.PUBLISHED)):
+            # High runs first, so that low ids stay; at idle long ones first, so that a small reserve is what stays.
+            order = sorted(table.runs(PageState.PUBLISHED), key=lambda run: (run.count * pressed, run.first))
+            for run in reversed(order):
                 if len(chosen) >= RUNS_PER_RECLAIM_MAX or not may_retire(free, 1, low, high, idle=pressed):
                     break
                 fits = run.first > 0 and may_retire(free, run.count, low, high, idle=pressed)

@@ -34,7 +34,8 @@ def check_detection(fault: Fault, at: float, works: Mapping[int, Work], lease_s:
         at: wall clock of the fault.
         works: by survivor.
         lease_s: lease of the ranks.
-        lag_s: how long a process of the host waited for a core meanwhile; that is not the ranks' time.
+        lag_s: how long a process of the host waited for a core meanwhile, or the killed one took to end; that is
+            not the survivors' time.
     """
     bound_s = detection_bound_s(fault, lease_s) + lag_s
     error = "RankLost" if fault.rank != 0 else _ERRORS[Effect.RESTARTS]

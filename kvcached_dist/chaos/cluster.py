@@ -230,6 +230,7 @@ class Cluster:
         pids = [other.identity.pid for other in self.processes if other.identity is not None]
         if process.identity.pid in pids:
             raise RigError(f"Ray placed two ranks into one process ({process.identity.pid})")
+        self.warden("watch", process.identity)
 
     def give_back(self, process: Process) -> None:
         """A process that is no rank any more becomes a spare."""

@@ -169,10 +169,17 @@ class Supervisor:
         survivors = self._world.ranks - {fault.rank}
         works = self._world.await_works(survivors, max(0.0, bound_s - (time.time() - at)) + SLACK_S)
         outcome.detected_ms = [1000 * (work.problem.at - at) for work in works.values() if work.problem is not None]
-        lag_s = float(self._cluster.warden("lag_s", at))
-        outcome.violations += check_detection(fault, at, works, self._options.lease_s, lag_s)
+        outcome.violations += check_detection(fault, at, works, self._options.lease_s, self._lag_s(fault, at))
         self._world.take(works.values(), outcome.violations)
         return time.time()
+
+    def _lag_s(self, fault: Fault, at: float) -> float:
+        """What of the time since a fault was the host's: no core for anybody, or none for a killed process to end."""
+        lag_s = float(self._cluster.warden("lag_s", at))
+        if fault.stop_s:
+            return lag_s
+        ended_at = float(self._cluster.warden("ended_at", self._world.members[fault.rank].identity))
+        return max(lag_s, ended_at - at)
 
     def _see_service(self, outcome: Outcome, at: float, entered: float) -> None:
         outcome.recovered_ms = 1000 * (entered - at)

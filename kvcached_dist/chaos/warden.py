@@ -141,6 +141,7 @@ class Warden:
         self.run_dir = tempfile.mkdtemp(prefix="kvcached-chaos-", dir=base)
         self._store = StoreServer()
         self._pulse = Pulse()
+        self._ends: dict[Identity, float] = {}
 
     def identity(self) -> Identity:
         """Which process this is."""
@@ -187,6 +188,27 @@ class Warden:
                 return False
             time.sleep(POLL_S)
         return True
+
+    def watch(self, process: Identity) -> None:
+        """Note when a process ends (:meth:`ended_at`)."""
+        threading.Thread(target=self._watch, args=(process,), name="chaos-watch", daemon=True).start()
+
+    def _watch(self, process: Identity) -> None:
+        try:
+            handle = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        try:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            poll.poll()
+            self._ends[process] = time.time()
+        finally:
+            os.close(handle)
+
+    def ended_at(self, process: Identity) -> float:
+        """Wall clock of the moment when a watched process was gone for its kernel; 0 while it is not."""
+        return self._ends.get(process, 0.0)
 
     def fired(self) -> list[FiredFault]:
         """Faults that have fired so far."""

@@ -57,7 +57,7 @@ class Plugin:
         components, dsv4 = f"{_MGR}scheduler_components.", f"{_MEM}deepseek_v4_memory_pool."
         receiver = f"{components}request_receiver.SchedulerRequestReceiver."
         configurator = f"{_MEM}kv_cache_configurator.KVCacheConfigurator."
-        self.hooks = (
+        self.hooks: tuple[Hook, ...] = (
             Hook(f"{configurator}_derive_pool_sizes", "AFTER", self._sizes_derived),
             Hook(f"{configurator}_init_pools", "AFTER", self._pools_built),
             Hook(f"{_MEM}memory_pool.MHATokenToKVPool._create_buffers_normal", "AROUND", self._create_mha_buffers),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from ..coord.core.types import Run
 
 _log = logging.getLogger("kvcached_dist.sglang")
+
+EXIT_PRIORITY = 20
+"""Before the engine's own resources go."""
 
 
 class Phase(Enum):
@@ -256,6 +260,9 @@ class Runtime:
         self.phase = Phase.SERVING
         coordinator = self._coordinator()
         Watch(coordinator).start()
+        # A scheduler leaves through multiprocessing, which runs its own finalizers and not those of atexit. The
+        # others are told, so that an orderly end is not taken for a death.
+        Finalize(None, coordinator.close, exitpriority=EXIT_PRIORITY)
         for pool in coordinator.stage.pools:
             state = coordinator.snapshot()["pools"][pool.name]
             _log.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,8 +73,9 @@ def measure() -> list[dict[str, Any]]:
     settings = Config.preset("engine", min_reserved_pages=0, max_reserved_pages=0, run_pages_max=BLOCKS)
     rows: list[dict[str, Any]] = []
     stage = model_of(43, BLOCKS).stage(0, 1)
-    # The pools are backed for real, so a shallow copy of the geometry keeps the memory small.
-    with Coordinator.start(world=World(0, 1, 1), stage=_narrow(stage), device=device, config=settings) as coordinator:
+    # Ids do not depend on the number of layers; the pools are backed for real, so one layer each is enough.
+    stage = replace(stage, pools=tuple(replace(pool, layers=pool.layers[:1]) for pool in stage.pools))
+    with Coordinator.start(world=World(0, 1, 1), stage=stage, device=device, config=settings) as coordinator:
         domain = coordinator.domains[DOMAIN]
         everything = domain.alloc(BLOCKS - 1)
         assert everything is not None
@@ -94,10 +96,3 @@ def measure() -> list[dict[str, Any]]:
             )
         gc.enable()
     return rows
-
-
-def _narrow(stage: Any) -> Any:
-    """The stage with one layer per pool: ids do not depend on the number of layers."""
-    from dataclasses import replace
-
-    return replace(stage, pools=tuple(replace(pool, layers=pool.layers[:1]) for pool in stage.pools))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def _one(device: _native.Device, layers: int, run: int, together: int) -> dict[s
         growth_deadline_s=20.0,
     )
     stage = model_of(layers, PAGES + 1).stage(0, 1)
+    # One layer per pool: the layers of a pool come and go alike, so the share is that of the whole stage.
+    stage = replace(stage, pools=tuple(replace(pool, layers=pool.layers[:1]) for pool in stage.pools))
     with Coordinator.start(world=World(0, 1, 1), stage=stage, device=device, config=settings) as coordinator:
         domain = coordinator.domains[DOMAIN]
         null_bytes = sum(coordinator.backing.held_bytes())

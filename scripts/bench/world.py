@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import queue
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from kvcached_dist.coord.links.store import connect_store
@@ -17,13 +16,12 @@ from .samples import slowest, summary
 SILENCE_S = 600.0
 
 
-def measure(options: Options, ranks: int, on_cell: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def measure(options: Options, ranks: int) -> list[dict[str, Any]]:
     """All cells of one rank count.
 
     Args:
         options: what to measure.
         ranks: rank processes at once, on one card or on host memory.
-        on_cell: called with every finished cell.
 
     Raises:
         RuntimeError: a rank failed; the text is its traceback.
@@ -38,7 +36,7 @@ def measure(options: Options, ranks: int, on_cell: Callable[[dict[str, Any]], No
     for process in processes:
         process.start()
     try:
-        return _collect(ranks, results, on_cell)
+        return _collect(ranks, results)
     finally:
         for process in processes:
             process.join(10)
@@ -47,7 +45,7 @@ def measure(options: Options, ranks: int, on_cell: Callable[[dict[str, Any]], No
                 process.join(10)
 
 
-def _collect(ranks: int, results: Any, on_cell: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def _collect(ranks: int, results: Any) -> list[dict[str, Any]]:
     parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     cells: list[dict[str, Any]] = []
     ended = 0
@@ -67,9 +65,6 @@ def _collect(ranks: int, results: Any, on_cell: Callable[[dict[str, Any]], None]
             cells.append({**part["cell"], "skipped": part["skipped"]})
         elif len(parts[key]) == ranks:
             cells.append(joined([parts[key][r] for r in range(ranks)]))
-        else:
-            continue
-        on_cell(cells[-1])
     return cells
 
 

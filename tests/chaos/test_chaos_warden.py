@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvcached_dist.chaos.rank import LOOPBACK, Identity, current_identity
-from kvcached_dist.chaos.warden import RUN_VARIABLE, Warden
+from kvcached_dist.chaos.warden import RUN_VARIABLE, Pulse, Warden
 from kvcached_dist.coord.links.store import connect_store
 from kvcached_dist.errors import KVDistError
 from kvcached_dist.processes import start_ticks
@@ -65,11 +66,16 @@ def see_a_killed_store_server_come_back(warden: Warden) -> None:
 def test_a_signal_reaches_the_process_that_is_meant_and_no_later_one(warden: Warden) -> None:
     process = sleeper()
     mine = identity(process.pid)
+    warden.watch(mine)
     warden.signal_rank(Identity(mine.pid, mine.started + 1, mine.host), signal.SIGKILL)
     assert not warden.await_end(mine, 0.05)
-    warden.signal_rank(mine, signal.SIGKILL)
+    sent_at = warden.signal_rank(mine, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert warden.await_end(mine, 5)
+    deadline = time.monotonic() + 5
+    while not warden.ended_at(mine) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert sent_at <= warden.ended_at(mine) <= time.time()
 
 
 @pytest.mark.slow
@@ -98,3 +104,10 @@ def test_files_of_the_rig_are_no_left_overs(warden: Warden) -> None:
 def test_without_a_journal_nothing_has_fired(warden: Warden) -> None:
     Path(warden.run_dir, "faults.jsonl").unlink(missing_ok=True)
     assert warden.fired() == []
+
+
+def test_the_pulse_tells_how_late_a_sleeper_wakes_up() -> None:
+    pulse = Pulse()
+    pulse._late.append((100.0, 0.7))
+    assert pulse.latest_s(99.0) >= 0.7
+    assert pulse.latest_s(time.time() + 60) == 0.0

@@ -30,6 +30,84 @@ LLAMA: dict[str, Any] = {
 }
 
 
+LLAMA_OPTIONS = ("--attention-backend", "torch_native", "--max-total-tokens", "4096", "--context-length", "1024")
+
+DSV4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 448,
+    "v_head_dim": 512,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "o_lora_rank": 64,
+    "o_groups": 4,
+    "index_head_dim": 128,
+    "index_n_heads": 8,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "window_size": 128,
+    "compress_rope_theta": 40000,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "num_hash_layers": 1,
+    "n_hash_layers": 1,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_nextn_predict_layers": 0,
+    "swiglu_limit": 10.0,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+}
+
+DSV4_OPTIONS = (
+    "--load-format", "dummy", "--swa-full-tokens-ratio", "0.5", "--max-total-tokens", "8192",
+    "--context-length", "2048",
+)  # fmt: skip
+
+
+def write_dsv4(folder: Path) -> Path:
+    """A DeepSeek-V4 of four layers, one of each kind; its arithmetic is the toy's (standins/toy_dsv4.py)."""
+    (folder / "config.json").write_text(json.dumps(DSV4))
+    _write_tokenizer(folder)
+    return folder
+
+
 def write_llama(folder: Path, *, weights: bool = True) -> Path:
     """A Llama of two layers."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -40,7 +118,7 @@ def write_llama(folder: Path, *, weights: bool = True) -> Path:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found]
 
     names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     names += [f"<unused{number}>" for number in range(VOCABULARY - len(names))]
@@ -62,7 +140,7 @@ def _write_tokenizer(folder: Path) -> None:
 def _write_weights(folder: Path) -> None:
     """Weights that depend on nothing but this code: drawn by name, in a fixed order."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # type: ignore[import-not-found]
 
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     heads, kv_heads, dim = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]

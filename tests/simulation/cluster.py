@@ -221,6 +221,7 @@ class Cluster:
                     for host in running
                     if host.failed_at is None and host.agent.lost is None and host.stopped_until <= self.loop.now
                     if self.reform is None or host.rank != self.reform.restarted
+                    if not self._news_under_way(host)
                 ]
                 self.oracle.require(not ignorant, "L2", f"ranks {ignorant} do not know that rank {rank} is gone")
         return False
@@ -294,6 +295,10 @@ class Cluster:
         now = self.loop.now
         mine = (wire for wire in self.wires if host in (wire.source, wire.target))
         return all(wire.arrives_last <= now and not wire.silent for wire in mine)
+
+    def _news_under_way(self, host: Host) -> bool:
+        """Whether a clogged link still holds something for a rank that runs."""
+        return any(wire.target is host and wire.arrives_last > self.loop.now for wire in self.wires)
 
     def watch(self) -> None:
         """After every event: has the leader entered another phase?"""

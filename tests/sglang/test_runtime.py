@@ -1,0 +1,178 @@
+"""What a mark does to the engine's scheduler, and what the engine's checks are told."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvcached_dist.config import Config
+from kvcached_dist.coord.core.entries import Entry, Evict, Growable, Publish, Reclaimed, Retire
+from kvcached_dist.coord.core.types import DomainId, PageId, Run, Txn
+from kvcached_dist.pools.specs import DomainSpec, StageSpec
+from kvcached_dist.sglang import specs
+from kvcached_dist.sglang.lists import RowList, TokenList
+from kvcached_dist.sglang.plugin import Plugin
+from kvcached_dist.sglang.runtime import Mark, Phase
+
+PAGE = 16
+
+
+class Log:
+    """A coordinator whose mark has the entries that a test wants."""
+
+    def __init__(self, entries: Sequence[Entry] = (), *, leads: bool = True, growable: int = 0) -> None:
+        self.entries = tuple(entries)
+        self.leads = leads
+        self.applied: list[tuple[bytes, ...]] = []
+        self.evictions: list[int] = []
+        self.overage_bytes = 0
+        self.wanted: list[dict[str, int]] = []
+        self.domains = {specs.FULL: SimpleNamespace(growable=growable)}
+        self.stage = stage()
+
+    def apply(self, frames: tuple[bytes, ...]) -> tuple[Entry, ...]:
+        self.applied.append(frames)
+        return self.entries
+
+    def decide(self, wanted: dict[str, int], *, idle: bool) -> tuple[bytes, ...]:
+        self.wanted.append(wanted)
+        return (b"frame",) if self.entries else ()
+
+    def evict(self, tokens: int) -> None:
+        self.evictions.append(tokens)
+
+
+def stage() -> StageSpec:
+    domains = (DomainSpec(specs.FULL, 9, PAGE), DomainSpec(specs.ROWS, 9, 0))
+    return StageSpec("test", "", 0, 1, 0, 1, domains, ())
+
+
+def batch() -> Any:
+    return SimpleNamespace(batch_is_full=True, reqs=[])
+
+
+def scheduler(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "running_batch": batch(), "running_mbs": [batch(), batch()], "last_batch": None, "waiting_queue": [],
+        "chunked_req": None, "page_size": PAGE, "chunked_prefill_size": 256, "max_prefill_tokens": 1024,
+        "max_running_requests": 8, "is_fully_idle": lambda: False,
+        "tree_cache": SimpleNamespace(evictable_size=lambda: 0),
+        "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros((3, 4), dtype=torch.int32)),
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+def serving(log: Log, engine: Any = None, **settings: Any) -> Plugin:
+    plugin = Plugin(Config.preset("tests", **settings))
+    runtime = plugin.runtime
+    runtime.phase = Phase.SERVING
+    runtime.coordinator = cast(Any, log)
+    runtime._takeover = specs.Takeover(stage(), {specs.FULL: 8, specs.ROWS: 8})
+    runtime._scheduler = engine or scheduler()
+    known = TokenList(specs.FULL, 9, 1, 8)
+    known.publish(0, 4)
+    rows = RowList(specs.ROWS, 9, 1, 8)
+    rows.publish(0, 3)
+    runtime.lists = {specs.FULL: known, specs.ROWS: rows}
+    return plugin
+
+
+def run(first: int, count: int = 1) -> Run:
+    return Run(DomainId(0), PageId(first), count)
+
+
+@pytest.mark.parametrize("entry", [Publish(Txn(1), (run(4),)), Growable(DomainId(0), 3)])
+def test_a_refused_batch_is_tried_again_in_every_micro_batch(entry: Entry) -> None:
+    engine = scheduler()
+    serving(Log([entry]), engine).runtime.apply(Mark((b"x",)))
+    assert not any(b.batch_is_full for b in (engine.running_batch, *engine.running_mbs))
+
+
+def test_other_entries_leave_a_full_batch_alone() -> None:
+    engine = scheduler()
+    serving(Log([Reclaimed(Txn(1))]), engine).runtime.apply(Mark((b"x",)))
+    assert engine.running_batch.batch_is_full
+
+
+def test_no_stale_row_names_an_id_that_is_gone() -> None:
+    engine = scheduler()
+    table = engine.req_to_token_pool.req_to_token
+    table[1] = torch.tensor([31, 32, 47, 48])
+    serving(Log([Retire(Txn(1), (run(2),))]), engine).runtime.apply(Mark((b"x",)))
+    assert table[1].tolist() == [31, 0, 0, 48]
+
+
+def test_every_rank_evicts_what_the_log_says(engine_settings: Any) -> None:
+    gone: list[int] = []
+    tree = SimpleNamespace(evictable_size=lambda: 0, evict=lambda params: gone.append(params.num_tokens))
+    serving(Log([Evict(5)]), scheduler(tree_cache=tree)).runtime.apply(Mark((b"x",)))
+    assert gone == [5]
+
+
+def test_the_budget_of_the_prefix_cache_is_kept() -> None:
+    log = Log()
+    engine = scheduler(tree_cache=SimpleNamespace(evictable_size=lambda: 100))
+    plugin = serving(log, engine, max_cached_tokens=60)
+    plugin.runtime._needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (3, 1), idle=lambda _: False))
+    assert plugin.runtime.decide([]) is None
+    assert log.evictions == [40]
+    assert log.wanted == [{specs.FULL: 3, specs.ROWS: 1}]
+
+
+def test_marks_are_applied_first_and_stay_in_the_list_for_the_next_stage() -> None:
+    log = Log([Reclaimed(Txn(1))])
+    mark, request = Mark((b"x",)), object()
+    received = [request, mark]
+    (_, handled), _ = serving(log)._requests_arrived("scheduler", received)
+    assert handled == [request]
+    assert received == [request, mark]
+    assert log.applied == [(b"x",)]
+
+
+def test_a_list_without_marks_is_left_as_it_is() -> None:
+    assert serving(Log())._requests_arrived("scheduler", [object()]) is None
+    assert serving(Log())._requests_arrived("scheduler", []) is None
+
+
+def test_only_the_rank_that_pulls_puts_a_mark_and_only_when_there_is_something_to_say() -> None:
+    needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (1, 1), idle=lambda _: False))
+    speaking, silent = serving(Log([Reclaimed(Txn(1))])), serving(Log())
+    speaking.runtime._needs = silent.runtime._needs = needs
+    (_, pulled, local), _ = speaking._about_to_broadcast("receiver", ["request"], ["abort"])
+    assert pulled == ["request"]
+    assert local[0] == "abort"
+    assert isinstance(local[1], Mark)
+    assert silent._about_to_broadcast("receiver", ["request"], None) is None
+    assert speaking._about_to_broadcast("receiver", None, None) is None
+
+
+def test_a_mark_travels_as_the_engine_pickles_it() -> None:
+    assert pickle.loads(pickle.dumps([Mark((b"a", b"b"))]))[0].frames == (b"a", b"b")
+
+
+def test_unpublished_ids_are_free_to_the_engines_accounts(engine_settings: Any) -> None:
+    from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
+
+    # 8 pages of 16 tokens; 3 published, 1 of them in use: natively 7 pages would be free.
+    stats = PoolStats(full_num_used=96, full_token_usage=0.75, full_available_size=32, full_evictable_size=0)
+    serving(Log())._pool_stats(stats, None)
+    assert (stats.full_num_used, stats.full_available_size, stats.full_token_usage) == (16, 112, 0.125)
+
+
+def test_unpublished_rows_do_not_look_leaked() -> None:
+    pool = SimpleNamespace(free_slots=[2, 1], size=8)
+    seen: list[int] = []
+    checker = SimpleNamespace(req_to_token_pool=pool)
+    serving(Log())._check_rows(lambda c: seen.append(len(c.req_to_token_pool.free_slots)), checker)
+    assert seen == [8]
+    assert pool.free_slots == [2, 1]
+
+
+def test_growth_never_promises_more_than_the_engine_has_ids_for() -> None:
+    assert serving(Log(growable=2)).runtime.growable_tokens() == 2 * PAGE
+    assert serving(Log(growable=100)).runtime.growable_tokens() == 5 * PAGE

@@ -1,0 +1,90 @@
+"""DeepSeek-V4 with two tensor-parallel ranks in two stages: the engine's control plane and pools, toy arithmetic."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.regenerate import DSV4
+from tests.sglang.server import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+POOLS = ("swa_kv", "c4_kv", "c4_indexer", "c128_kv", "c4_state", "c4_indexer_state", "c128_state")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
+    settings = {
+        "ENABLE_KVCACHED": "1",
+        "KVCACHED_REQUIRE": "1",
+        "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
+        "KVCACHED_DIST_HOST_CAPACITY_BYTES": "64M",
+        "KVCACHED_MIN_RESERVED_PAGES": "1",
+        "KVCACHED_MAX_RESERVED_PAGES": "2",
+        "KVCACHED_DIST_BEAT_S": "0.1",
+        # A late stage refuses once: all ranks see the same miss.
+        "KVCACHED_DIST_FAULTS": "rank=3,op=create,nth=30,count=1",
+    }
+    started = DSV4.start(folder, settings)
+    yield started
+    started.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def published(server: Server) -> list[dict[str, int]]:
+    return [{name: domain["published"] for name, domain in state["domains"].items()} for state in server.states()]
+
+
+def eventually(reached: Callable[[], bool], server: Server, wait_s: float = 60.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not reached():
+        assert time.monotonic() < deadline, published(server)
+        time.sleep(0.05)
+
+
+def test_every_pool_is_elastic_on_every_rank(server: Server) -> None:
+    log = server.log.read_text()
+    assert [
+        (rank, pool) for rank in range(4) for pool in POOLS if f"rank={rank} name={pool} elastic=yes" not in log
+    ] == []
+
+
+def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(server: Server) -> None:
+    before = published(server)
+    found = DSV4.ask(server.generate, server.flush)
+    expected = DSV4.reference
+    assert {name for name in expected if expected[name] != found[name]} == set()
+    after = published(server)
+    assert all(after[0][name] > before[0][name] for name in ("full", "swa"))
+    assert server.grows() >= 3
+    assert server.counter("refused") >= 1
+
+
+def test_a_stage_without_layers_of_a_ratio_agrees_with_zero_bytes(server: Server) -> None:
+    first, *_, last = server.states()
+    assert first["pools"]["c128_kv"]["mapped_bytes"] == first["pools"]["c128_state"]["mapped_bytes"] == 0
+    assert last["pools"]["c128_kv"]["mapped_bytes"] > 0
+
+
+def test_idle_gives_pages_and_rows_back_and_keeps_null_pages_and_sentinels(server: Server) -> None:
+    full = server.mapped_bytes()
+    server.flush()
+    eventually(lambda: all(count <= 2 for state in published(server) for count in state.values()), server)
+    small = server.mapped_bytes()
+    assert all(0 < less < more for less, more in zip(small, full, strict=True))
+    assert server.counter("reclaimed_runs") >= 3
+    assert len({tuple(sorted(state.items())) for state in published(server)}) == 1
+
+
+def test_the_first_request_after_it_reads_fresh_state(server: Server) -> None:
+    assert DSV4.reference["cold"] == DSV4.reference["flushed"]
+    found = DSV4.ask(server.generate, server.flush)
+    assert found["cold"] == DSV4.reference["cold"]
+    assert [state["failure"] for state in server.states()] == [None] * 4

@@ -1,0 +1,176 @@
+"""The real server with two tensor-parallel ranks: many cases on one server, the last one kills a rank.
+
+The tests run in the order in which they stand. Each says from outside, through the snapshots, that memory really grew
+and really came back.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvcached_dist import _native
+from tests.sglang import cases
+from tests.sglang.regenerate import LLAMA
+from tests.sglang.server import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+GRANULE = 4096
+CAPACITY = 2 << 20
+"""Of the one card that both ranks share; the pools could use about half of it."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    # Not pytest's own: snapshots need a file system that can make unnamed files.
+    path = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    settings = {
+        "ENABLE_KVCACHED": "1",
+        "KVCACHED_REQUIRE": "1",
+        "KVCACHED_DIST_HOST_GRANULE_BYTES": str(GRANULE),
+        "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(CAPACITY),
+        "KVCACHED_DIST_HOST_CARD_FILE": str(folder / "card"),
+        "KVCACHED_GPU_UTILIZATION": "0.95",
+        "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR": str(folder),
+        "KVCACHED_MIN_RESERVED_PAGES": "1",
+        "KVCACHED_MAX_RESERVED_PAGES": "2",
+        "KVCACHED_DIST_BEAT_S": "0.1",
+        # Refused while the first prompts are served: the request waits, nobody dies.
+        "KVCACHED_DIST_FAULTS": "rank=1,op=create,nth=9,count=2",
+    }
+    started = LLAMA.start(folder, settings)
+    yield started
+    started.stop()
+
+
+def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+def idle_bytes(server: Server) -> list[int]:
+    """Mapped bytes once everything that can go has gone."""
+    server.flush()
+    eventually(lambda: server.states()[0]["domains"]["full"]["published"] <= 3 * 128, server.states)
+    return server.mapped_bytes()
+
+
+def test_every_pool_says_that_it_is_elastic(server: Server) -> None:
+    log = server.log.read_text()
+    for rank in (0, 1):
+        assert f"event=pool rank={rank} name=mha_kv elastic=yes domain=full layers=2" in log
+
+
+def test_tokens_are_those_of_the_native_pools_and_a_refusal_kills_nobody(server: Server) -> None:
+    before = server.mapped_bytes()
+    expected = LLAMA.reference
+    found = LLAMA.ask(server.generate, server.flush)
+    assert {name for name in expected if expected[name] != found[name]} == set()
+    assert server.grows() >= 4
+    assert server.counter("refused") >= 1
+    assert all(grown > start for grown, start in zip(server.mapped_bytes(), before, strict=True))
+
+
+def test_memory_comes_back_when_the_cache_is_flushed(server: Server) -> None:
+    full = server.mapped_bytes()
+    small = idle_bytes(server)
+    assert all(less < more for less, more in zip(small, full, strict=True))
+    assert server.counter("reclaimed_runs") >= 2
+    assert server.generate(cases.PROMPT[:600], 12) == LLAMA.reference["cold"]
+
+
+def test_the_prefix_cache_is_used_memory_while_memory_can_grow(server: Server) -> None:
+    server.flush()
+    for start in range(0, 800, 200):
+        server.generate(cases.PROMPT[start : start + 100], 4)
+    again = server.post(
+        "/generate",
+        {"input_ids": cases.PROMPT[:100], "sampling_params": {"max_new_tokens": 4, "temperature": 0}},
+    )
+    assert again["meta_info"]["cached_tokens"] == 99
+
+
+def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) -> None:
+    idle_bytes(server)
+    card = _native.HostDevice(CAPACITY, GRANULE, card_file=str(folder / "card"))
+    geometry = _native.PoolGeometry(
+        name="hog", domain=0, pages=512, reservation_bytes=512 * GRANULE, lanes=[(0, GRANULE)], pinned=[], fill=[],
+        fill_row_bytes=0,
+    )  # fmt: skip
+    hog = _native.Backing(card, [geometry])
+    taken = (card.free_bytes() - CAPACITY // 20) // GRANULE - 24
+    assert hog.reserve(1, [(0, 0, taken)]).ok
+    refused = server.counter("refused")
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.generate, cases.PROMPT[k : k + 600], 12) for k in (0, 50, 100, 150, 200, 250)]
+        eventually(lambda: server.counter("refused") > refused or all(a.done() for a in answers), server.states)
+        assert server.counter("refused") > refused, "the neighbour was never felt"
+        hog.abort(1)
+        tokens = [answer.result() for answer in answers]
+    hog.close()
+    assert tokens[0] == LLAMA.reference["cold"]
+    assert [state["failure"] for state in server.states()] == [None, None]
+
+
+def test_random_requests_with_aborts_and_disconnects_leave_nothing(server: Server) -> None:
+    choose = random.Random(5)
+    small = idle_bytes(server)
+
+    def one(number: int) -> None:
+        start, length, tokens = choose.randrange(400), choose.randrange(5, 400), choose.randrange(1, 30)
+        prompt = cases.PROMPT[start : start + length]
+        try:
+            if number % 5 == 0:
+                server.generate(prompt, 200, timeout_s=0.05)  # the client goes away
+            elif number % 7 == 0:
+                server.post("/abort_request", {"abort_all": True})
+            else:
+                server.generate(prompt, tokens)
+        except (OSError, KeyError, urllib.error.URLError):
+            pass
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(one, range(60)))
+    assert idle_bytes(server) == small
+    first, second = server.states()
+    assert first["domains"] == second["domains"]
+
+
+def test_a_prompt_that_no_rank_could_hold_is_an_error_and_the_queue_goes_on(server: Server) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.generate([5] * 5000, 4)
+    assert refused.value.code == 400
+    assert len(server.generate(cases.PROMPT[:50], 4)) == 4
+
+
+def test_a_killed_rank_ends_all_of_them_with_the_first_cause(server: Server) -> None:
+    views: list[Any] = server.ranks()
+    pids = {view.rank: view.owner.pid for view in views}
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    eventually(lambda: not psutil.pid_exists(pids[0]), server.tail, 10.0)
+    assert time.monotonic() - killed < 5.0
+    log = server.log.read_text()
+    assert "event=group_failed rank=0" in log
+    assert "rank 1: rank lost" in log
