@@ -285,9 +285,7 @@ class Backing:
     Blocks: for the driver calls, microseconds to tens of microseconds per extent on CUDA; the GIL is given up.
     """
 
-    def __init__(
-        self, device: Device, pools: Sequence[PoolGeometry], *, extent_bytes_max: int = 1 << 30
-    ) -> None: ...
+    def __init__(self, device: Device, pools: Sequence[PoolGeometry], *, extent_bytes_max: int = 1 << 30) -> None: ...
     def plan(self, runs: Sequence[_Run]) -> list[tuple[int, int]]:
         """Per pool, (handles, bytes) that ``reserve(runs)`` would have to create now. Touches nothing.
 

@@ -90,10 +90,14 @@ class Faults(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: between beats, and the lease."""
+    """Seconds: between beats, and the longest wait for the leader's next mark.
+
+    A silent leader is noticed by its link after one lease. One that beats may rightly be late by as long as it waits
+    for a hung rank itself, so a mark is waited for longer than the lease.
+    """
 
     beat_s: float
-    lease_s: float
+    mark_wait_s: float
 
 
 def ticks() -> Tick:
@@ -346,15 +350,15 @@ class Agent:
         Args:
             kind: step or operation.
             position: its number.
-            wait_s: longest wait; one lease by default.
+            wait_s: longest wait; ``Timing.mark_wait_s`` by default.
 
         Threads: a follower's scheduler, under :meth:`entered`. Blocks: at most ``wait_s``.
 
         Raises:
             Divergence: the leader's next mark belongs elsewhere.
-            GroupFailed: the coordinator failed meanwhile, or no mark came for a whole lease.
+            GroupFailed: the coordinator failed meanwhile, or no mark came in time.
         """
-        wait_s = self.timing.lease_s if wait_s is None else wait_s
+        wait_s = self.timing.mark_wait_s if wait_s is None else wait_s
         deadline = time.monotonic() + wait_s
         while not self._marks:
             self.raise_if_failed()

@@ -379,9 +379,10 @@ class Coordinator:
             What took effect.
 
         Raises:
-            GroupFailed: the coordinator has failed, or no mark came for a whole lease.
+            GroupFailed: the coordinator has failed, or no mark came in time.
 
-        Blocks: the leader never; a follower until the leader has ended the same step, at most one lease.
+        Blocks: the leader never; a follower until the leader has ended the same step, at most the lease and the
+        longest wait of the leader for a hung rank.
         """
         agent = self._agent
         agent.raise_if_failed()

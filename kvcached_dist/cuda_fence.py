@@ -15,9 +15,9 @@ class CudaFence:
     """
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def done(self) -> bool:
         """Whether the work has finished. Does not block."""
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]

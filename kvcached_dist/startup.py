@@ -27,7 +27,7 @@ from .coord.core.pages import PageState
 from .coord.core.participant import Participant
 from .coord.core.policy import Policy
 from .coord.core.replica import FreeList, Replica
-from .coord.core.transaction import Verdict
+from .coord.core.transaction import QUERIES_MAX, Verdict
 from .coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 from .coord.links.bounded import StoreConnections
 from .coord.links.store import EpochRegister, EpochValue, agree_session
@@ -112,6 +112,16 @@ class Parts:
         return tuple(domain.blocks_per_page for domain in self.stage.domains)
 
 
+def _timing(config: Config) -> Timing:
+    verdict_s = config.growth_deadline_s + (QUERIES_MAX + 1) * query_interval_s(config)
+    return Timing(config.beat_s, config.lease_s + verdict_s)
+
+
+def query_interval_s(config: Config) -> float:
+    """Seconds between two queries about a missing answer."""
+    return min(1.0, config.growth_deadline_s)
+
+
 def policy_of(config: Config) -> Policy:
     """The leader's settings, in its own units."""
 
@@ -120,7 +130,7 @@ def policy_of(config: Config) -> Policy:
 
     return Policy(
         growth_deadline=ticks_of(config.growth_deadline_s),
-        query_interval=ticks_of(min(1.0, config.growth_deadline_s)),
+        query_interval=ticks_of(query_interval_s(config)),
         lease=ticks_of(config.lease_s),
         drain_deadline=ticks_of(config.drain_deadline_s),
         map_retries=config.map_retries,
@@ -332,7 +342,7 @@ def _agent(parts: Parts, replica: Replica) -> Agent:
         participant=parts.participant,
         links=parts.inbox.links if parts.inbox is not None else {},
         worker=parts.physical,
-        timing=Timing(parts.config.beat_s, parts.config.lease_s),
+        timing=_timing(parts.config),
         describe=parts.world.describe,
         faults=parts.faults if parts.faults.active else None,
         make_fence=parts.fence,

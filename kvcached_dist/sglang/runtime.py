@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
+SLICE_ENTRIES = 4 << 20
+"""Entries of the request table that are looked at in one operation."""
+
 EXIT_PRIORITY = 20
 """Before the engine's own resources go."""
 
@@ -333,12 +336,21 @@ class Runtime:
 
     def _forget_ids(self, retired: Sequence[Run]) -> None:
         """No stale row may name an id that is gone: kernels read rows past what a request has written."""
-        index = self._coordinator().stage.domain_index(specs.FULL)
+        stage = self._coordinator().stage
+        index = stage.domain_index(specs.FULL)
+        domain = stage.domains[index]
         table = self._scheduler.req_to_token_pool.req_to_token
-        span = self._coordinator().stage.domains[index].blocks_per_page * self._taken().block_tokens(specs.FULL)
+        gone = torch.zeros(domain.pages, dtype=torch.bool)
         for run in retired:
             if run.domain == index:
-                table.masked_fill_((table >= run.first * span) & (table < run.end * span), 0)
+                gone[run.first : run.end] = True
+        if not gone.any():
+            return
+        gone = gone.to(table.device, non_blocking=True)
+        span = domain.blocks_per_page * self._taken().block_tokens(specs.FULL)
+        # In slices: the table can be large, and every operation on it makes a copy of its size.
+        for rows in table.split(max(1, SLICE_ENTRIES // table.shape[1])):
+            rows.masked_fill_(gone[(rows // span).long()], 0)
 
     # ------------------------------------------------------------------ views, in tokens (rows: in rows)
 

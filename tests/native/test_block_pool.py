@@ -216,3 +216,46 @@ def test_torch_tensors_can_be_freed_and_what_is_handed_out_outlives_the_pool() -
     pool.sort()
     del pool
     assert ids.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 3])
+def test_a_pinned_block_is_never_freed_and_nothing_beside_it_is(blocks_per_page: int) -> None:
+    pool = BlockPool(8, blocks_per_page)
+    pool.publish(0, 8)
+    ids = pool.alloc(3)
+    assert ids is not None
+    pool.pin(0)
+    with pytest.raises(ValueError, match="block 0 is pinned"):
+        pool.free(ids[::-1].copy())
+    assert pool.available() == 8 * blocks_per_page - 3
+    with pytest.raises(ValueError, match="in use"):
+        pool.pin(7 * blocks_per_page)
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 3])
+def test_the_digest_of_ids_sees_every_id_and_their_order(blocks_per_page: int) -> None:
+    def digest(order: list[int]) -> int:
+        pool = BlockPool(200, blocks_per_page)
+        pool.publish(0, 200)
+        pool.alloc(150)
+        pool.free(np.array(order, dtype=np.int64))
+        return pool.ids_digest
+
+    ids = list(range(70))
+    swapped = [ids[1], ids[0], *ids[2:]]
+    crossed = [*ids[:3], ids[64], *ids[4:64], ids[3], *ids[65:]]
+    seen = [digest(ids), digest(swapped), digest(crossed), digest(ids[:-1]), digest([*ids[:-1], 99])]
+    assert len(set(seen)) == len(seen)
+    assert digest(ids) == seen[0]
+
+
+def test_ids_at_an_address_are_freed_like_those_of_an_array() -> None:
+    pool = BlockPool(100, 1)
+    pool.publish(0, 100)
+    ids = pool.alloc(70)
+    assert ids is not None
+    pool.free_at(ids[5:].ctypes.data, 65)
+    assert pool.available() == 95
+    with pytest.raises(ValueError, match="free already"):
+        pool.free_at(ids.ctypes.data, 70)
+    assert pool.available() == 95

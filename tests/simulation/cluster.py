@@ -34,6 +34,9 @@ EVENTS_MAX = 60_000
 
 GRANULE = 64
 
+AWAKE = 50 * MS
+"""Time that a rank has after a stop to look at what came meanwhile."""
+
 EXIT_GRACE = 100 * MS
 """Time between the failure of a rank's coordinator and the end of its process."""
 
@@ -219,7 +222,8 @@ class Cluster:
                 ignorant = [
                     host.rank
                     for host in running
-                    if host.failed_at is None and host.agent.lost is None and host.stopped_until <= self.loop.now
+                    if host.failed_at is None and host.agent.lost is None
+                    if host.stopped_until + AWAKE <= self.loop.now
                     if self.reform is None or host.rank != self.reform.restarted
                     if not self._news_under_way(host)
                 ]
