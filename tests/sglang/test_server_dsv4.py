@@ -77,8 +77,10 @@ def test_idle_gives_pages_and_rows_back_and_keeps_null_pages_and_sentinels(serve
     full = server.mapped_bytes()
     server.flush()
     eventually(lambda: all(count <= 2 for state in published(server) for count in state.values()), server)
-    small = server.mapped_bytes()
-    assert all(0 < less < more for less, more in zip(small, full, strict=True))
+    # A retired run is out of the lists at once and out of memory a little later.
+    eventually(
+        lambda: all(0 < less < more for less, more in zip(server.mapped_bytes(), full, strict=True)), server
+    )  # fmt: skip
     assert server.counter("reclaimed_runs") >= 3
     assert len({tuple(sorted(state.items())) for state in published(server)}) == 1
 
