@@ -53,12 +53,10 @@ bit overdue;                    /* the drain deadline has passed: cancel at the 
 #define QUIET (len(down[0]) + len(down[1]) + len(down[2]) + len(down[3]) + \
                len(up[0]) + len(up[1]) + len(up[2]) + len(up[3]) == 0)
 #define NO_RANK(list) (!list[0] && !list[1] && !list[2] && !list[3])
-#define EVERY_RANK(list) (list[0] && list[1] && list[2] && list[3])
 #else
 #define ROOM (len(stream[1]) < 1 && nfull(stream[2]))
 #define QUIET (len(down[0]) + len(down[1]) + len(down[2]) + len(up[0]) + len(up[1]) + len(up[2]) == 0)
 #define NO_RANK(list) (!list[0] && !list[1] && !list[2])
-#define EVERY_RANK(list) (list[0] && list[1] && list[2])
 #endif
 #ifdef LOCAL_FAST                /* the leader's own worker is never slow */
 #define LOCAL_DONE (len(down[0]) == 0)

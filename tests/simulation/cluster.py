@@ -217,8 +217,10 @@ class Cluster:
             return True
         if all(host.failed_at is not None for host in running):
             return True
+        leader_sleeps = self.hosts[0].stopped_until + AWAKE > self.loop.now
         for rank, when in self.deadlines.items():
-            if self.loop.now > when:
+            # While the leader is stopped nobody can tell; that it is stopped has a deadline of its own.
+            if self.loop.now > when and not (leader_sleeps and rank != 0):
                 ignorant = [
                     host.rank
                     for host in running

@@ -1,0 +1,83 @@
+"""Memory comes back while the engine is busy, although its list is first-in-first-out and scatters what is free."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvcached_dist import World, _native
+from kvcached_dist.config import Config
+from kvcached_dist.coord.core.entries import Retire, Sort
+from kvcached_dist.pools.specs import DomainSpec, FillPiece, ModelSpec, PoolSpec
+from kvcached_dist.sglang.lists import TokenList
+from kvcached_dist.stream import EngineList, StreamCoordinator
+
+pytestmark = pytest.mark.slow
+
+PER_PAGE, PAGES, TOKENS = 32, 64, 2000
+
+
+class Engine:
+    """The engine's token allocator over elastic memory, one iteration at a time; one rank."""
+
+    def __init__(self) -> None:
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+        pool = PoolSpec("kv", "full", 128, (0,), (128,), fill_row_bytes=128, fill=(FillPiece(0, 128),))
+        model = ModelSpec("busy", 1, (DomainSpec("full", PAGES * PER_PAGE, 1, PER_PAGE),), (pool,))
+        self.tokens: TokenList
+        self.coordinator = StreamCoordinator.start(
+            world=World(),
+            stage=model.stage(0, 1),
+            device=_native.HostDevice(4 << 20, 4096),
+            config=Config.preset("tests", min_reserved_pages=1, max_reserved_pages=2, run_pages_max=4, lease_s=30.0),
+            make_lists=self._make_lists,
+        )
+        self.allocator = TokenToKVPoolAllocator(TOKENS, torch.bfloat16, "cpu", None, False)
+        self.tokens.bind(self.allocator)
+        self.seen: list[type] = []
+
+    def _make_lists(self, blocks: Sequence[int], per_page: Sequence[int]) -> list[EngineList]:
+        self.tokens = TokenList("full", blocks[0], per_page[0], TOKENS)
+        return [self.tokens]
+
+    def iterate(self, wanted: int) -> None:
+        frames = self.coordinator.decide({"full": wanted}, idle=False)
+        if frames:
+            self.seen += [type(entry) for entry in self.coordinator.apply(frames)]
+
+    def alloc(self, count: int) -> torch.Tensor:
+        self.iterate(count)
+        ids = self.allocator.alloc(count)
+        assert ids is not None, "W was not published although memory can grow"
+        return ids
+
+
+@pytest.fixture
+def engine(engine_settings: Any) -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.coordinator.close()
+
+
+def test_a_peak_comes_back_under_a_light_load_that_never_pauses(engine: Engine) -> None:
+    peak = deque(engine.alloc(20) for _ in range(80))
+    top = engine.tokens.published()
+    assert top >= 1600
+    while len(peak) > 5:
+        engine.allocator.free(peak.popleft())
+    deadline = time.monotonic() + 40
+    while engine.tokens.published() > top // 4:
+        assert time.monotonic() < deadline, (engine.tokens.published(), engine.coordinator.stats)
+        peak.append(engine.alloc(20))
+        engine.allocator.free(peak.popleft())
+    assert Retire in engine.seen
+    assert Sort in engine.seen, "the list was never in the way: this test shows nothing"
+    assert engine.coordinator.stats.reclaim.count >= 1
+    held = torch.cat(list(peak)).tolist()
+    assert not set(held) & set(engine.allocator.free_pages.tolist())
