@@ -3,8 +3,8 @@
 Threads of an agent::
 
     link readers   one per link; messages enter the core; never make a driver call
-    worker         driver work, in order
-    clock          ticks, beats, fences that have not passed yet
+    worker         driver work, in order; now and then how much memory is left, which is a driver call too
+    clock          ticks, beats, fences that have not passed yet; no driver call but the query of an event
     scheduler      the caller's; only touches logical state and marks
 
 All of them enter the core under one lock, which is never held across a driver call, a send or a wait.
@@ -173,6 +173,8 @@ class Agent:
         self._newest_step = 0
         self._fences: list[tuple[Txn, Fence, int]] = []
         self._work: deque[Work] = deque()
+        self._budget = (0, 0)
+        """Budget in bytes as the driver last told it, and what was held then."""
         self._work_ready = threading.Event()
         self._work_turn = threading.Lock()
         self._work_is_ours = False
@@ -189,6 +191,7 @@ class Agent:
 
     def start(self) -> None:
         """Start the threads. Links must be started by the caller with :meth:`on_message` and :meth:`on_link_down`."""
+        self.measure_budget()
         for thread in self._threads:
             thread.start()
 
@@ -299,11 +302,8 @@ class Agent:
     def on_message(self, peer: Rank, message: Message) -> None:
         """A frame has arrived on a link. Threads: the link's reader."""
         with self.changed:
-            if self._closing.is_set():
-                return
-            self._guarded(lambda: self._deliver(peer, message))
-            self._guarded(self._route)
-            self._wake()
+            if not self._closing.is_set():
+                self._handle(lambda: self._deliver(peer, message))
 
     def on_link_down(self, peer: Rank, down: LinkDown) -> None:
         """A link has ended. Threads: the link's reader or writer."""
@@ -316,8 +316,7 @@ class Agent:
                 kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
                 self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
             self._left.add(peer)
-            self._guarded(self._route)
-            self._wake()
+            self._handle(lambda: None)
 
     def _deliver(self, peer: Rank, message: Message) -> None:
         if isinstance(message, Bye):
@@ -367,7 +366,11 @@ class Agent:
                 what = f"no mark for {kind.name.lower()} {position} for {wait_s:.1f} s"
                 self._set_failure(Cause(CauseKind.RANK_HUNG, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
-            self.wait(lambda: bool(self._marks), min(left, 0.5))
+            if LEADER in self._left:
+                what = f"its coordinator was closed, and this rank is at {kind.name.lower()} {position}"
+                self._set_failure(Cause(CauseKind.CLOSED, LEADER, what), "waiting for the leader's mark")
+                self.raise_if_failed()
+            self.wait(lambda: bool(self._marks) or LEADER in self._left, min(left, 0.5))
         self.raise_if_failed()
         mark = self._marks.popleft()
         if (mark.kind, mark.position) != (kind, position):
@@ -403,6 +406,12 @@ class Agent:
                 self.replica.apply(entry)
 
     # ------------------------------------------------------------------ routing, under the lock
+
+    def _handle(self, event: Callable[[], None]) -> None:
+        """Let the core see an event, carry out what it asks for, wake who waits. Raises for no broken rule."""
+        self._guarded(event)
+        self._guarded(self._route)
+        self._wake()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -483,6 +492,10 @@ class Agent:
         if self.leader is not None:
             self.leader.fail(cause, self.leader.phase())
             self._route()
+            # Effects that were being carried out when this rule broke are lost, an earlier failure perhaps with them.
+            down = self.leader.failure
+            assert down is not None
+            self._set_failure(down.cause, down.phase)
             return
         self._set_failure(cause, self._own_phase())
         for link in self._links.values():
@@ -521,11 +534,22 @@ class Agent:
                 self.changed.notify_all()
 
     def _worker_loop(self) -> None:
+        next_look = time.monotonic() + self.timing.beat_s
         while not self._closing.is_set():
-            self._work_ready.wait()
+            self._work_ready.wait(max(0.0, next_look - time.monotonic()))
             self._work_ready.clear()
             self.do_work()
+            if time.monotonic() >= next_look:
+                self.measure_budget()
+                next_look = time.monotonic() + self.timing.beat_s
         self.do_work()
+
+    def measure_budget(self) -> None:
+        """Ask the driver how much more this rank could create, for the next beats.
+
+        Threads: never the clock's: while the driver is busy for long, a rank still has to beat.
+        """
+        self._budget = self._worker.budget_bytes(), self._worker.held_bytes()
 
     def do_work(self) -> None:
         """Do queued driver work, in order, in the calling thread.
@@ -560,9 +584,7 @@ class Agent:
         if point := _POINT_AFTER.get(work.kind):
             self._pass(point)
         with self.changed:
-            self._guarded(lambda: self.participant.on_work_done(WorkDone(work.kind, work.txn, cause, handles)))
-            self._guarded(self._route)
-            self._wake()
+            self._handle(lambda: self.participant.on_work_done(WorkDone(work.kind, work.txn, cause, handles)))
 
     def _clock_loop(self) -> None:
         next_beat = 0.0
@@ -573,20 +595,24 @@ class Agent:
             if now >= next_beat:
                 next_beat = now + self.timing.beat_s
                 self._beat()
-            if self.leader is not None:
-                with self.entered():
-                    self.leader.tick(ticks())
+            self.tick()
             pause = min(2 * pause, FENCE_POLL_S) if self._poll_fences() else idle
             self._clock_wake.wait(pause)
             self._clock_wake.clear()
             pause = pause if pause < idle else FENCE_FIRST_POLL_S / 2
 
+    def tick(self) -> None:
+        """Let the leader look at the clock; nothing on other ranks."""
+        leader = self.leader
+        if leader is not None:
+            with self.changed:
+                self._handle(lambda: leader.tick(ticks()))
+
     def _beat(self) -> None:
-        budget, held = self._worker.budget_bytes(), self._worker.held_bytes()
+        budget, held_then = self._budget
+        held = self._worker.held_bytes()
         with self.changed:
-            self._guarded(lambda: self._beat_locked(budget, held))
-            self._guarded(self._route)
-            self._wake()
+            self._handle(lambda: self._beat_locked(max(0, budget - (held - held_then)), held))
         if self._on_beat is not None:
             self._on_beat()
 
@@ -607,12 +633,13 @@ class Agent:
             return bool(pending)
         self._pass("drained")
         with self.changed:
-            for txn, fence, lag in passed:
-                self._fences.remove((txn, fence, lag))
-                self.participant.on_fence(txn, lag)
-            self._guarded(self._route)
-            self._wake()
+            self._handle(lambda: self._fences_passed(passed))
             return bool(self._fences)
+
+    def _fences_passed(self, passed: list[tuple[Txn, Fence, int]]) -> None:
+        for txn, fence, lag in passed:
+            self._fences.remove((txn, fence, lag))
+            self.participant.on_fence(txn, lag)
 
 
 class _Passed:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from .agent import Agent
 from .coord.core.errors import ConfigError, GroupFailed, LinkDown, WaitTimeout
-from .coord.core.messages import Beat, Fail, Hello, Message, Snapshot
+from .coord.core.messages import Beat, Bye, Fail, Hello, Message, Snapshot
 from .coord.core.types import Cause, CauseKind, Epoch, Rank, Txn
 from .coord.links.bounded import Poll, Store, StoreConnections
 from .coord.links.gloo import GlooLink
@@ -99,6 +99,8 @@ class Inbox:
         for peer, message in self._waiting:
             if isinstance(message, Fail):
                 raise GroupFailed(message.cause, "start-up")
+            if isinstance(message, Bye):
+                raise GroupFailed(Cause(CauseKind.CLOSED, peer, "its coordinator was closed"), "start-up")
             if isinstance(message, kind) and peer not in found:
                 found[peer] = message
             else:
@@ -107,18 +109,23 @@ class Inbox:
 
     def hand_over(self, agent: Agent) -> None:
         """Deliver what came and everything that comes to ``agent`` from now on."""
-        self._done.set()
         with self._changed:
-            self._agent = agent
             for peer, message in self._waiting:
                 agent.on_message(peer, message)
             self._waiting.clear()
             for peer, down in self._down.items():
                 agent.on_link_down(peer, down)
+            # Last: a reader that sees the agent delivers past this lock, and must not overtake what waited here.
+            self._agent = agent
+
+    def stop_beats(self) -> None:
+        """An agent beats from now on: a beat from here, which knows no budget, must not follow one of its own."""
+        self._done.set()
+        self._beats.join(1.0)
 
     def close(self) -> None:
-        """End all links in order, before there is an agent."""
-        self._done.set()
+        """End all links in order. Idempotent."""
+        self.stop_beats()
         for link in self.links.values():
             link.close()
 

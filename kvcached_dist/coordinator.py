@@ -180,7 +180,8 @@ class Coordinator:
             raise RuntimeError("rejoin() without a lost rank: it follows a RankLost error")
         wait_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         lost = {name: domain.published - domain.available - 1 for name, domain in self.domains.items()}
-        self._agent.stop(self.config.lease_s)
+        # Not self._agent: an attempt that failed may have left a younger one, whose driver work ends first (rule M2).
+        self._parts.agent.stop(self.config.lease_s)
         startup.connect(self._parts, wait_s)
         self._enter_epoch()
         _log.info("event=rejoined rank=%d epoch=%d lost=%s", self.world.rank, self._parts.epoch, lost)
@@ -200,6 +201,9 @@ class Coordinator:
     def close(self) -> None:
         """End in order: tell the others, stop the threads, give all memory back. Idempotent.
 
+        Raises:
+            WaitTimeout: a driver call does not end; the memory is given back with the process.
+
         Blocks: a few seconds at most.
         """
         if self._closed:
@@ -210,10 +214,11 @@ class Coordinator:
         try:
             if agent is not None:
                 agent.close(startup.CLOSE_WAIT_S)
-            elif self._parts.inbox is not None:
+            if self._parts.inbox is not None:
                 self._parts.inbox.close()
-        finally:
+            # Not after a timeout: a driver call that still runs holds the backing. Its memory goes with the process.
             self.backing.close()
+        finally:
             self.physical.close()
             if self._parts.connections is not None:
                 self._parts.connections.close()
@@ -303,6 +308,8 @@ class Coordinator:
         else:
             hit = self._foreground(self._leader, needs)
             with self._agent.entered():
+                # A rank lost since the verdict has taken the entries with it that the verdict counts on.
+                self._agent.raise_if_failed()
                 mark = self._leader.mark(PositionKind.OP, op, ticks(), grant=hit)
                 self._leader.demand.foreground = None
                 self._agent.broadcast(mark)
@@ -332,6 +339,9 @@ class Coordinator:
                     agent.raise_if_failed()
                     if waiting.verdict is None:
                         agent.wait(lambda: waiting.verdict is not None, startup.WAKE_S)
+                if waiting.verdict is None:
+                    # The clock does this too; the deadline must hold also where that thread is held up.
+                    agent.tick()
         agent.raise_if_failed()
         return waiting.verdict
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .coord.core.participant import RunState
 from .coord.core.transaction import Verdict
+from .coord.core.types import DomainId
 from .snapshot import SnapshotWriter
 from .snapshot_schema import CounterState, DomainState, PoolState, SnapshotState
 
@@ -180,12 +181,13 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
         step=agent.step_done,
         failure=None if failure is None else str(failure),
         pools=_pools(coordinator, retained, reserved),
-        domains=_domains(coordinator),
+        domains=_domains(coordinator, agent),
         counters=_counters(coordinator, agent, leader),
         device={
             "card_id": coordinator.device.card_id or coordinator.device.kind,
-            "total": coordinator.device.total_bytes(),
-            "free": coordinator.device.free_bytes(),
+            # As last measured: this runs in the clock thread, which must not wait for the driver.
+            "total": coordinator.physical.total_bytes,
+            "free": coordinator.physical.free_bytes_seen,
         },
         log=events,
     )
@@ -210,9 +212,12 @@ def _pools(coordinator: Observed, retained: list[Run], reserved: list[Run]) -> d
     return states
 
 
-def _domains(coordinator: Observed) -> dict[str, DomainState]:
+def _domains(coordinator: Observed, agent: Agent) -> dict[str, DomainState]:
     health = coordinator.health
     failure = coordinator.failure
+    causes = [agent.replica.degraded_by(DomainId(index)) for index in range(len(coordinator.domains))]
+    if failure is not None:
+        causes = [known or failure.cause for known in causes]
     return {
         name: DomainState(
             blocks=domain.blocks,
@@ -221,9 +226,9 @@ def _domains(coordinator: Observed) -> dict[str, DomainState]:
             free=domain.available,
             growable=domain.growable,
             health=health[name].value,
-            first_cause=None if failure is None else str(failure.cause),
+            first_cause=None if cause is None else str(cause),
         )
-        for name, domain in coordinator.domains.items()
+        for (name, domain), cause in zip(coordinator.domains.items(), causes, strict=True)
     }
 
 

@@ -52,7 +52,11 @@ class PhysicalWorker:
         self._runtime_pools: dict[str, int] = {}
         self._runtime_lock = threading.Lock()
         self._turn = turn
-        self._reserve_bytes = int((1.0 - utilization) * device.total_bytes())
+        self.total_bytes = device.total_bytes()
+        """Memory of the device."""
+        self.free_bytes_seen = 0
+        """Free memory of the device when it was last asked."""
+        self._reserve_bytes = int((1.0 - utilization) * self.total_bytes)
         self._turn_deadline_s = turn_deadline_s
 
     @property
@@ -114,16 +118,18 @@ class PhysicalWorker:
 
     def elastic_bytes(self) -> int:
         """Bytes that elastic pools may use on this device at most: all of it, less the reserve and runtime pools."""
-        return self.device.total_bytes() - self._reserve_bytes - sum(self.runtime_pools().values())
+        return self.total_bytes - self._reserve_bytes - sum(self.runtime_pools().values())
 
     def free_bytes(self) -> int:
         """Free memory of the device. One driver query; a device that cannot say counts as full."""
         self.memory_queries += 1
         try:
-            return self.device.free_bytes()
+            free = self.device.free_bytes()
         except RuntimeError as error:
             _log.warning("event=memory_query_failed rank=%d error=%s", self.rank, error)
-            return 0
+            free = 0
+        self.free_bytes_seen = free
+        return free
 
     def budget_bytes(self) -> int:
         """Bytes this rank could still create above the reserve, beside runtime pools and below its limit."""

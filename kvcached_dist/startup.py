@@ -18,6 +18,7 @@ from .admission import AdmissionTurn
 from .agent import Agent, Fence, Timing, ticks
 from .bootstrap import Inbox, await_seat, introduce, open_links
 from .coord.core import epoch as epoch_change
+from .coord.core.demand import verdict_wait
 from .coord.core.entries import PositionKind
 from .coord.core.errors import ConfigError, WaitTimeout
 from .coord.core.leader import Leader
@@ -27,7 +28,7 @@ from .coord.core.pages import PageState
 from .coord.core.participant import Participant
 from .coord.core.policy import Policy
 from .coord.core.replica import FreeList, Replica
-from .coord.core.transaction import QUERIES_MAX, Verdict
+from .coord.core.transaction import Verdict
 from .coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 from .coord.links.bounded import StoreConnections
 from .coord.links.store import EpochRegister, EpochValue, agree_session
@@ -113,8 +114,7 @@ class Parts:
 
 
 def _timing(config: Config) -> Timing:
-    verdict_s = config.growth_deadline_s + (QUERIES_MAX + 1) * query_interval_s(config)
-    return Timing(config.beat_s, config.lease_s + verdict_s)
+    return Timing(config.beat_s, config.lease_s + verdict_wait(policy_of(config)) / 1e6)
 
 
 def query_interval_s(config: Config) -> float:
@@ -165,6 +165,7 @@ def assemble(
     if world.size > 1 and store is None:
         raise ConfigError(f"store=None: a world of {world.size} ranks needs a TCPStore that all of them can reach")
     backing = StageBacking.open(device, stage, page_bytes=config.page_size_mb << 20)
+    parts: Parts | None = None
     try:
         parts = Parts(
             world=world,
@@ -184,6 +185,11 @@ def assemble(
             _agree_on_session(parts, parts.store, session)
         connect(parts, config.start_timeout_s)
     except BaseException:
+        if parts is not None:
+            parts.faults.close()
+            parts.physical.close()
+            if parts.connections is not None:
+                parts.connections.close()
         backing.close()
         raise
     return parts
@@ -307,10 +313,14 @@ def join(parts: Parts, timeout_s: float) -> None:
     snapshot = cast(Snapshot, parts.snapshot)
     replica = Replica.from_snapshot(parts.rank, _free_lists(parts), parts.blocks_per_page, snapshot)
     parts.agent = agent = _agent(parts, replica)
+    if parts.inbox is not None:
+        parts.inbox.stop_beats()
     agent.start()
     with agent.entered():
         agent.participant.on_snapshot(snapshot)
     _wait_until(agent, lambda: not agent.participant.joining, timeout_s, "the memory that the snapshot names")
+    # After it: what is published already may be above a limit that is still being reached.
+    parts.physical.set_limit(snapshot.limit_bytes)
     if parts.rank != LEADER:
         cast(Inbox, parts.inbox).hand_over(agent)
         return
@@ -413,7 +423,11 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
             agent.do_work()
         with agent.changed:
             agent.raise_if_failed()
-            if leader.txn is not None:
+            txn = leader.txn
+            if txn is not None:
+                if txn.late and time.monotonic() > deadline:
+                    what = f"its {txn.step.value} of the null page of every domain"
+                    raise WaitTimeout(f"rank(s) {sorted(txn.waiting)}", what, parts.config.start_timeout_s)
                 agent.changed.wait(WAKE_S)
     agent.raise_if_failed()
     last = leader.closed[-1]

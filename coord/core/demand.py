@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
-from .policy import RunLength, growth_target
+from .policy import Policy, RunLength, growth_target
 from .transaction import QUERIES_MAX, Retained, Transaction, TxnStep
 from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
 
@@ -41,6 +41,14 @@ class Foreground:
     cause: Cause | None = None
 
 
+def verdict_wait(policy: Policy) -> int:
+    """Longest wait of an operation for its verdict, in ticks.
+
+    Longer than the last query of a grow can stay unanswered, so that its outcome comes first.
+    """
+    return policy.growth_deadline + (QUERIES_MAX + 2) * policy.query_interval
+
+
 class Demand:
     """Quantities and triggers of one leader."""
 
@@ -59,9 +67,7 @@ class Demand:
     def wait_for(self, needs: Mapping[DomainId, int]) -> Foreground:
         """An operation needs more than is free. Advances with every input of the leader until it has a verdict."""
         leader = self._leader
-        # Longer than the last query of a grow can stay unanswered, so that its outcome comes first.
-        wait = leader.policy.growth_deadline + (QUERIES_MAX + 1) * leader.policy.query_interval
-        self.foreground = Foreground(dict(needs), Tick(leader.now + wait))
+        self.foreground = Foreground(dict(needs), Tick(leader.now + verdict_wait(leader.policy)))
         gone = [Rank(rank) for rank, peer in enumerate(leader.peers) if peer.left]
         if gone:
             leader.fail_closed(gone[0])

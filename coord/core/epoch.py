@@ -89,7 +89,7 @@ def snapshot(leader: Leader, epoch: Epoch, domain_blocks: tuple[int, ...], next_
         runs += [SnapshotRun(run, True) for run in table.runs(PageState.PUBLISHED)]
         runs += [SnapshotRun(run, False) for run in table.runs(PageState.RETAINED)]
         quarantined += table.runs(PageState.QUARANTINED)
-    limit = leader.replica.limit
+    limit = leader.limits.newest
     return Snapshot(
         epoch, domain_blocks, tuple(runs), tuple(quarantined), next_index, limit.revision, limit.limit_bytes
     )

@@ -202,8 +202,8 @@ class Leader:
         self.lose(Cause(kind, rank, reason))
 
     def evict(self, tokens: int) -> None:
-        """Log an eviction of ``tokens`` tokens at the next mark."""
-        if tokens > 0:
+        """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended."""
+        if tokens > 0 and self.active:
             self._due.append(Evict(tokens))
 
     def log_entry(self, entry: Limit) -> None:

@@ -59,6 +59,11 @@ class Limits:
         self._leader = leader
         self._newest = leader.replica.limit
 
+    @property
+    def newest(self) -> Limit:
+        """The limit in force, or about to be at the next mark."""
+        return self._newest
+
     def request(self, limit_bytes: int, revision: int) -> LimitAnswer:
         """Ask for a limit.
 

@@ -30,7 +30,7 @@ from .entries import (
 from .errors import Divergence
 from .invariants import require
 from .messages import Snapshot
-from .types import DomainId, Rank, Run, Txn
+from .types import Cause, DomainId, Rank, Run, Txn
 
 OP_RING_MAX = 4096
 """Operation records kept for the report of a divergence."""
@@ -103,6 +103,7 @@ class Replica:
         self._retiring = [0] * len(self.free_lists)
         self._retired: dict[Txn, Retire] = {}
         self._quarantined: set[Run] = set()
+        self._degraded: dict[DomainId, Cause] = {}
         # Plain tuples of the fields of OpRecord: this is the path of every alloc and free.
         self._ring: deque[tuple[int, OpKind, DomainId, int, int, int, int]] = deque(maxlen=OP_RING_MAX)
         self._last_equal_op = 0
@@ -157,6 +158,10 @@ class Replica:
         """Runs that the log has quarantined."""
         return frozenset(self._quarantined)
 
+    def degraded_by(self, domain: DomainId) -> Cause | None:
+        """First cause of a quarantine in this domain; unknown (``None``) for one of an earlier epoch."""
+        return self._degraded.get(domain)
+
     # ------------------------------------------------------------------ the log
 
     def check(self, mark: Mark) -> None:
@@ -206,8 +211,10 @@ class Replica:
                 self.free_lists[domain].sort()
             case Limit():
                 self.limit = entry
-            case Quarantine(runs=runs):
+            case Quarantine(runs=runs, cause=cause):
                 self._quarantined.update(runs)
+                for run in runs:
+                    self._degraded.setdefault(run.domain, cause)
             case Grant() | Evict():
                 pass
 

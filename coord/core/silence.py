@@ -102,7 +102,10 @@ class Silence:
             leader.note(f"event=query txn={txn.txn} step={txn.step.value} rank={rank} number={pending.queries}")
             leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries))
             return
-        if leader.peers[rank].heard > pending.queried_at:
+        if leader.peers[rank].heard > pending.queried_at and not pending.lives:
+            pending.lives = True
+            pending.due = Tick(leader.now + leader.policy.query_interval)
+        elif pending.lives:
             detail = f"it beats but answered none of {QUERIES_MAX} queries about txn {txn.txn} ({txn.step.value})"
             leader.fail(Cause(CauseKind.UNKNOWN_OUTCOME, rank, f"{detail}; restart the engine"), leader.phase())
         elif txn.step is TxnStep.RESERVING:
@@ -118,6 +121,7 @@ class Silence:
             return
         txn.late = True
         pending.queries = 0
+        pending.lives = False
         pending.due = Tick(leader.now + leader.policy.growth_deadline)
 
     def _check_leases(self) -> None:

@@ -64,6 +64,8 @@ class Pending:
     """When to ask (or ask again)."""
     queries: int = 0
     queried_at: int = 0
+    lives: bool = False
+    """It was heard after the last query; its reply may be right behind (a rank that was stopped beats first)."""
 
 
 @dataclass(slots=True)

@@ -182,7 +182,7 @@ class _Guard:
                 continue
             if not self._left.wait(GRACE_S):
                 self.finish(_group(failure))
-                os._exit(EXIT_FAILED)
+                leave(EXIT_FAILED)
 
 
 def _failure_of(error: Exception, rank: int, coordinator: Coordinator | None) -> Failure:

@@ -343,7 +343,9 @@ class World:
             self.clock.now = min(end, self.clock.now + TICK_MS * MS)
             for seat in self.seats:
                 if not (seat.silent or seat.dead):
-                    seat.agent._beat()  # type: ignore[attr-defined]
+                    agent = seat.agent  # type: ignore[attr-defined]
+                    agent.measure_budget()
+                    agent._beat()
             for (_, target), wire in self.wires.items():
                 while wire.waiting and isinstance(wire.waiting[0], Beat) and not self.seats[target].silent:
                     self.deliver(wire.source, target)

@@ -266,6 +266,7 @@ class Host:
         self.loop.after(self.cluster.plan.beat, self, self.beat)
         if self.cluster.reform is not None:
             return
+        self.agent.measure_budget()
         self.agent._beat()
         for peer, heard in self.heard.items():
             if peer in self.agent._left:

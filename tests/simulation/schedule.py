@@ -192,7 +192,7 @@ class Plan:
     def wait_bound(self, host: Host) -> int:
         """Longest wait of an engine call (L1)."""
         if host.leader is not None:
-            return self.growth_deadline + 3 * self.policy.query_interval + 2 * self.tick
+            return self.growth_deadline + 4 * self.policy.query_interval + 2 * self.tick
         return self.lease + 2 * self.beat
 
     def describe(self) -> str:

@@ -1,0 +1,136 @@
+"""All ranks become elastic together or not at all, and none promises what another could not hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcached_dist.config import Config
+from kvcached_dist.coord.core.errors import ConfigError
+from kvcached_dist.sglang import engine
+from kvcached_dist.sglang.runtime import Phase, Runtime
+
+
+def configurator(**changes: Any) -> Any:
+    parallel = SimpleNamespace(
+        tp_rank=0, tp_size=2, pp_rank=0, pp_size=1, dp_size=1, attn_dp_size=1, attn_tp_size=2, attn_cp_size=1,
+        attn_dcp_size=1,
+    )  # fmt: skip
+    model = SimpleNamespace(
+        num_hidden_layers=2, head_dim=16, v_head_dim=16, get_num_kv_heads=lambda *_: 1,
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+    )  # fmt: skip
+    values: dict[str, Any] = {
+        "ps": parallel, "model_config": model, "layer_info": SimpleNamespace(start_layer=0, end_layer=2),
+        "is_draft_worker": False, "kv_cache_dtype": torch.bfloat16, "pool_page_size": 16, "device": "cpu",
+        "spec_algorithm": SimpleNamespace(is_none=lambda: True), "post_capture_kv_active": False,
+        "mambaish_config": None, "is_hybrid_swa": False, "use_mla_backend": False, "server_args": SimpleNamespace(),
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+def sizes(tokens: int = 4096) -> Any:
+    from sglang.srt.mem_cache.kv_cache_configurator import _PoolSizes
+
+    return _PoolSizes(
+        max_total_num_tokens=tokens, max_running_requests=8, full_max_total_num_tokens=None,
+        swa_max_total_num_tokens=None, c4_max_total_num_tokens=0, c128_max_total_num_tokens=0, c4_state_pool_size=0,
+        c128_state_pool_size=0, c4_state_dtype=None, c128_state_dtype=None,
+    )  # fmt: skip
+
+
+def runtime(missing: tuple[str, ...] = (), **settings: Any) -> Runtime:
+    return Runtime(Config.preset("tests", **settings), lambda: list(missing))
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the other ranks answer, after this one."""
+    answers: list[Any] = []
+    monkeypatch.setattr(engine, "gather", lambda mine: [mine, *answers])
+    return answers
+
+
+def test_a_plain_model_is_taken_over(engine_settings: Any, others: list[Any]) -> None:
+    made = runtime()
+    assert made.agree(configurator(), sizes()) is None
+    assert made.phase is Phase.AGREED
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"is_hybrid_swa": True}, "sliding-window layers"),
+        ({"mambaish_config": object()}, "recurrent state"),
+        ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative decoding"),
+        ({"post_capture_kv_active": True}, "KV sizing after graph capture"),
+        ({"device": "npu"}, "device npu"),
+    ],
+)
+def test_what_is_not_supported_stays_native_and_is_named(
+    change: dict[str, Any], why: str, engine_settings: Any, others: list[Any]
+) -> None:
+    made = runtime()
+    assert made.agree(configurator(**change), sizes()) is None
+    assert made.phase is Phase.NATIVE
+    assert f"rank 0: not supported: {why}" in made.reason
+
+
+def test_an_engine_that_is_laid_out_differently_stays_native(engine_settings: Any, others: list[Any]) -> None:
+    made = runtime()
+    odd = configurator()
+    del odd.spec_algorithm
+    made.agree(odd, sizes())
+    assert "laid out differently" in made.reason
+    assert "spec_algorithm" in made.reason
+
+
+def test_one_rank_that_cannot_keeps_the_native_pools_of_all(engine_settings: Any, others: list[Any]) -> None:
+    others.append(("not hooked: a.b.c", 0))
+    made = runtime()
+    made.agree(configurator(), sizes())
+    assert (made.phase, made.reason) == (Phase.NATIVE, "rank 1: not hooked: a.b.c")
+    with pytest.raises(ConfigError, match="rank 1: not hooked"):
+        runtime(require=True).agree(configurator(), sizes())
+
+
+def test_a_hook_that_is_not_in_force_is_named(engine_settings: Any, others: list[Any]) -> None:
+    made = runtime(missing=("x.y",))
+    made.agree(configurator(), sizes())
+    assert made.reason == "rank 0: not hooked: x.y"
+
+
+def test_the_capacity_is_what_the_smallest_rank_could_ever_hold(
+    engine_settings: Any, others: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    others.append((None, 1600))
+    made = runtime()
+    cut: Any = made.agree(configurator(), sizes(4096))
+    assert cut.max_total_num_tokens == made.sizes.max_total_num_tokens == 1600
+    assert cut.max_running_requests == 8
+    assert "rank 1 cannot hold more" in caplog.text
+
+
+def test_a_small_device_cuts_in_whole_pages(engine_settings: Any, others: list[Any]) -> None:
+    # 128 bytes a token on this rank; the null page and the borders of four lanes go off first.
+    cut: Any = runtime(host_capacity_bytes=256 << 10).agree(configurator(), sizes(4096))
+    assert cut.max_total_num_tokens % 16 == 0
+    assert 0 < cut.max_total_num_tokens * 128 <= 256 << 10
+
+
+def test_draft_models_are_left_alone(engine_settings: Any, others: list[Any]) -> None:
+    made = runtime()
+    assert made.agree(configurator(is_draft_worker=True), sizes()) is None
+    assert made.phase is Phase.UNDECIDED
+
+
+def test_an_engine_that_builds_another_pool_stays_native(engine_settings: Any, others: list[Any]) -> None:
+    made = runtime()
+    made.agree(configurator(), sizes())
+    made.bind(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
+    assert made.phase is Phase.NATIVE
+    assert "the engine built a SimpleNamespace" in made.reason
