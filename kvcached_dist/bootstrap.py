@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from .agent import Agent
-from .coord.core.errors import ConfigError, GroupFailed, LinkDown, WaitTimeout
-from .coord.core.messages import Beat, Bye, Fail, Hello, Message, Snapshot
+from .coord.core.errors import ConfigError, GroupFailed, LinkDown, RankLost, WaitTimeout
+from .coord.core.messages import Beat, Bye, Fail, Hello, Message, Reform, Snapshot
 from .coord.core.types import Cause, CauseKind, Epoch, Rank, Txn
 from .coord.links.bounded import Poll, Store, StoreConnections
 from .coord.links.gloo import GlooLink
@@ -72,6 +72,7 @@ class Inbox:
 
         Raises:
             GroupFailed: a peer reported a failure or went away.
+            RankLost: the leader has given this epoch up, because another follower went away.
             WaitTimeout: names the ranks that did not answer.
 
         Blocks: at most ``timeout_s``.
@@ -99,6 +100,8 @@ class Inbox:
         for peer, message in self._waiting:
             if isinstance(message, Fail):
                 raise GroupFailed(message.cause, "start-up")
+            if isinstance(message, Reform):
+                raise RankLost(message.cause)
             if isinstance(message, Bye):
                 raise GroupFailed(Cause(CauseKind.CLOSED, peer, "its coordinator was closed"), "start-up")
             if isinstance(message, kind) and peer not in found:
@@ -122,6 +125,13 @@ class Inbox:
         """An agent beats from now on: a beat from here, which knows no budget, must not follow one of its own."""
         self._done.set()
         self._beats.join(1.0)
+
+    def give_up(self, cause: Cause) -> None:
+        """Tell all followers that this epoch ends before it has begun. On the leader."""
+        for link in self.links.values():
+            # One that is down has nobody to be told.
+            with contextlib.suppress(LinkDown):
+                link.send(Reform(self._epoch, cause))
 
     def close(self) -> None:
         """End all links in order. Idempotent."""

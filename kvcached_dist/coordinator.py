@@ -170,6 +170,7 @@ class Coordinator:
 
         Raises:
             GroupFailed: the world could not be formed again.
+            RankLost: another follower was lost meanwhile; call this again.
             WaitTimeout: a rank did not come back.
             RuntimeError: no rank was lost.
 

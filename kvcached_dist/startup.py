@@ -7,9 +7,10 @@ are grown; a restarted follower finds published runs in it and maps them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +21,7 @@ from .bootstrap import Inbox, await_seat, introduce, open_links
 from .coord.core import epoch as epoch_change
 from .coord.core.demand import verdict_wait
 from .coord.core.entries import PositionKind
-from .coord.core.errors import ConfigError, WaitTimeout
+from .coord.core.errors import ConfigError, GroupFailed, RankLost, WaitTimeout
 from .coord.core.leader import Leader
 from .coord.core.ledger import Peer
 from .coord.core.messages import Hello, Joined, Snapshot
@@ -60,6 +61,9 @@ NULL_PAGE_RETRY_S = 0.1
 _WAITABLE = (CauseKind.EXHAUSTED, CauseKind.ADMISSION, CauseKind.DEADLINE, CauseKind.LIMIT)
 """Refusals of the null pages that may pass by themselves; anything else ends the start at once."""
 
+
+_LOSSES = (CauseKind.RANK_LOST, CauseKind.RANK_HUNG, CauseKind.CLOSED)
+"""Ends of a follower after which a world that may rejoin tries again."""
 
 ListFactory = Callable[[Sequence[int], Sequence[int]], Sequence[FreeList]]
 """Free lists of all domains for agreed sizes: blocks and blocks per page of each."""
@@ -259,13 +263,27 @@ def connect(parts: Parts, timeout_s: float) -> None:
             timeout_s=timeout_s,
         )
         hello = _hello(parts)
-        parts.snapshot, others = introduce(
-            inbox, hello, parts.world, lambda blocks: _snapshot(parts, blocks), timeout_s
-        )
+        with _losses_end_the_epoch(parts, inbox):
+            parts.snapshot, others = introduce(
+                inbox, hello, parts.world, lambda blocks: _snapshot(parts, blocks), timeout_s
+            )
         parts.hellos = {LEADER: hello, **others}
     except BaseException:
         inbox.close()
         raise
+
+
+@contextlib.contextmanager
+def _losses_end_the_epoch(parts: Parts, inbox: Inbox) -> Iterator[None]:
+    """A follower that is lost on the way into a later epoch ends that epoch, as it would a moment afterwards."""
+    try:
+        yield
+    except GroupFailed as error:
+        cause = error.cause
+        if parts.leader is None or cause.rank == LEADER or cause.kind not in _LOSSES:
+            raise
+        inbox.give_up(cause)
+        raise RankLost(cause) from error
 
 
 def _put_epoch_in_force(parts: Parts) -> None:
@@ -324,7 +342,10 @@ def join(parts: Parts, timeout_s: float) -> None:
     if parts.rank != LEADER:
         cast(Inbox, parts.inbox).hand_over(agent)
         return
-    joined = {} if parts.inbox is None else parts.inbox.collect(Joined, timeout_s, "readiness of every rank")
+    joined: dict[Rank, Joined] = {}
+    if parts.inbox is not None:
+        with _losses_end_the_epoch(parts, parts.inbox):
+            joined = parts.inbox.collect(Joined, timeout_s, "readiness of every rank")
     handles = {LEADER: agent.participant.handles, **{rank: answer.handles for rank, answer in joined.items()}}
     with agent.entered():
         parts.leader = agent.leader = _leader(parts, replica, handles)

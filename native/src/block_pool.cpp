@@ -30,7 +30,7 @@ std::int64_t checked_blocks(std::int64_t pages, std::int64_t blocks_per_page) {
 std::uint32_t digest_of(std::span<const std::int64_t> blocks) {
   constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15U;
   constexpr std::size_t kLanes = 4;
-  constexpr int kHalf = 32;
+  constexpr unsigned kHalf = 32;
   std::array<std::uint64_t, kLanes> lanes{};
   std::size_t i = 0;
   for (; i + kLanes <= blocks.size(); i += kLanes) {

@@ -54,8 +54,10 @@ def server(folder: Path) -> Iterator[Server]:
         "KVCACHED_MIN_RESERVED_PAGES": "1",
         "KVCACHED_MAX_RESERVED_PAGES": "2",
         "KVCACHED_DIST_BEAT_S": "0.1",
-        # Refused while the first prompts are served: the request waits, nobody dies.
-        "KVCACHED_DIST_FAULTS": "rank=1,op=create,nth=9,count=2",
+        # While the first prompts are served a create is refused, and later a rank stands still for longer than the
+        # growth deadline: requests wait, nobody dies.
+        "KVCACHED_DIST_FAULTS": "rank=1,op=create,nth=9,count=2;rank=1,op=hang,at=reserved,seconds=4,nth=4",
+        "KVCACHED_DIST_GROWTH_DEADLINE_S": "1",
     }
     started = LLAMA.start(folder, settings)
     yield started
@@ -99,13 +101,14 @@ def test_every_pool_says_that_it_is_elastic(server: Server) -> None:
         assert f"event=pool rank={rank} name=mha_kv elastic=yes domain=full layers=2" in log
 
 
-def test_tokens_are_those_of_the_native_pools_and_a_refusal_kills_nobody(server: Server) -> None:
+def test_tokens_are_those_of_the_native_pools_and_neither_a_refusal_nor_a_hang_kills_anybody(server: Server) -> None:
     before = server.mapped_bytes()
     expected = LLAMA.reference
     found = LLAMA.ask(server.generate, server.flush)
     assert {name for name in expected if expected[name] != found[name]} == set()
     assert server.grows() >= 4
     assert server.counter("refused") >= 1
+    assert server.counter("queries") >= 1, "nobody stood still"
     assert all(grown > start for grown, start in zip(server.mapped_bytes(), before, strict=True))
 
 

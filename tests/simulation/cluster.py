@@ -303,8 +303,11 @@ class Cluster:
         return all(wire.arrives_last <= now and not wire.silent for wire in mine)
 
     def _news_under_way(self, host: Host) -> bool:
-        """Whether a clogged link still holds something for a rank that runs."""
-        return any(wire.target is host and wire.arrives_last > self.loop.now for wire in self.wires)
+        """Whether the link of a rank is clogged, or lost and that has not had to be noticed yet."""
+        now = self.loop.now
+        own_deadline = self.deadlines.get(host.rank, 0)
+        wires = (wire for wire in self.wires if wire.target is host)
+        return any(wire.arrives_last > now or (wire.silent and now <= own_deadline) for wire in wires)
 
     def watch(self) -> None:
         """After every event: has the leader entered another phase?"""
