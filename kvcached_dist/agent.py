@@ -613,8 +613,17 @@ class Agent:
         held = self._worker.held_bytes()
         with self.changed:
             self._handle(lambda: self._beat_locked(max(0, budget - (held - held_then)), held))
-        if self._on_beat is not None:
+        self._publish()
+
+    def _publish(self) -> None:
+        """Let the snapshot be written. A status file that cannot be is no reason to end an engine."""
+        if self._on_beat is None:
+            return
+        try:
             self._on_beat()
+        except (OSError, ValueError, RuntimeError):
+            _log.exception("event=snapshot_failed rank=%d; no further one is tried", self.rank)
+            self._on_beat = None
 
     def _beat_locked(self, budget: int, held: int) -> None:
         participant = self.participant

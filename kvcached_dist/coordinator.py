@@ -160,7 +160,8 @@ class Coordinator:
 
         Collective over the survivors and the restarted rank, which calls :meth:`start` as ever. The caller has
         stopped using all blocks, and work that it launched on the device has finished. Afterwards every rank is at
-        step 0 with published memory and no allocation: requests whose blocks were live are to be queued again.
+        step 0 with published memory and no allocation: requests whose blocks were live are to be queued again, and
+        :meth:`demand` and :meth:`idle` are to be told again.
 
         Args:
             timeout_s: how long to wait for the others; the start timeout by default.
