@@ -72,7 +72,7 @@ class Silence:
         leader = self._leader
         txn = leader.txn
         pending = None if txn is None else txn.waiting.get(rank)
-        if txn is None or pending is None or state.txn != txn.txn or state.number != pending.queries:
+        if txn is None or pending is None or state.txn != txn.txn or state.number != pending.number:
             leader.counters.stale_answers += 1
             return
         if state.phase is TxnPhase.RUNNING:
@@ -97,10 +97,12 @@ class Silence:
             return
         if pending.queries < QUERIES_MAX:
             pending.queries += 1
+            txn.asked += 1
+            pending.number = txn.asked
             pending.queried_at = leader.now
             pending.due = Tick(leader.now + leader.policy.query_interval)
-            leader.note(f"event=query txn={txn.txn} step={txn.step.value} rank={rank} number={pending.queries}")
-            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries))
+            leader.note(f"event=query txn={txn.txn} step={txn.step.value} rank={rank} number={pending.number}")
+            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.number))
             return
         if leader.peers[rank].heard > pending.queried_at and not pending.lives:
             pending.lives = True

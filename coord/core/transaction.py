@@ -63,6 +63,8 @@ class Pending:
     due: Tick
     """When to ask (or ask again)."""
     queries: int = 0
+    number: int = 0
+    """Number of the last query: a reply to an earlier one, of this step or another, says nothing any more."""
     queried_at: int = 0
     lives: bool = False
     """It was heard after the last query; its reply may be right behind (a rank that was stopped beats first)."""
@@ -87,6 +89,7 @@ class Transaction:
         handles: handles held per rank and pool, from the RESERVED answers.
         lag_steps: largest lag reported with DRAINED.
         releases: RELEASE messages repeated after a failed one.
+        asked: queries sent about it, which numbers them.
     """
 
     txn: Txn
@@ -103,6 +106,7 @@ class Transaction:
     handles: dict[Rank, tuple[int, ...]] = field(default_factory=dict)
     lag_steps: int = 0
     releases: int = 0
+    asked: int = 0
 
     @property
     def grows(self) -> bool:
