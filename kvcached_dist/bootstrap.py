@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from .agent import Agent
@@ -19,6 +18,7 @@ from .coord.core.types import Cause, CauseKind, Epoch, Rank, Txn
 from .coord.links.bounded import Poll, Store, StoreConnections
 from .coord.links.gloo import GlooLink
 from .coord.links.link import Link, OnDown, OnMessage
+from .coord.links.star import open_star
 from .coord.links.store import EpochRegister
 from .world import World
 
@@ -189,32 +189,35 @@ def open_links(
         timeout_s: deadline for all of them.
 
     Raises:
-        WaitTimeout: a rank did not come; names it.
+        WaitTimeout: ranks did not come; names them.
         LinkDown: a rank went away meanwhile.
 
     Blocks: at most ``timeout_s`` and a grace of half a second; all followers are waited for at once.
     """
-
-    def connect(follower: Rank) -> None:
-        link = GlooLink.open(
+    if world.rank == LEADER:
+        open_star(
             connections,
             session=session,
             epoch=epoch,
-            rank=Rank(world.rank),
             leader=LEADER,
-            follower=follower,
+            followers=[Rank(rank) for rank in range(1, world.size)],
             lease_s=lease_s,
             connect_s=timeout_s,
+            on_open=inbox.add,
         )
-        inbox.add(link)
-
-    if world.rank != LEADER:
-        connect(Rank(world.rank))
         return
-    followers = [Rank(rank) for rank in range(1, world.size)]
-    with ThreadPoolExecutor(max_workers=len(followers), thread_name_prefix="kvcached-connect") as pool:
-        for connecting in [pool.submit(connect, follower) for follower in followers]:
-            connecting.result()
+    rank = Rank(world.rank)
+    link = GlooLink.open(
+        connections,
+        session=session,
+        epoch=epoch,
+        rank=rank,
+        leader=LEADER,
+        follower=rank,
+        lease_s=lease_s,
+        connect_s=timeout_s,
+    )
+    inbox.add(link)
 
 
 def agree(hello: Hello, others: Mapping[Rank, Hello], world: World) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from . import observe, startup
 from .agent import Agent, Fence, ticks
 from .coord.core.entries import Entry, Grant, PositionKind
-from .coord.core.errors import GroupFailed
+from .coord.core.errors import GroupFailed, RankLost
 from .coord.core.invariants import require
 from .coord.core.leader import Leader
 from .coord.core.limits import LimitAnswer
@@ -130,6 +130,10 @@ class Coordinator:
         try:
             coordinator._enter_epoch()
             coordinator.faults.arm(device.faults)
+        except RankLost as lost:
+            # A rejoin needs a world that has been whole once.
+            coordinator.close()
+            raise GroupFailed(lost.cause, "start-up", world.describe(lost.cause.rank)) from lost
         except BaseException:
             coordinator.close()
             raise

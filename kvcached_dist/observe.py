@@ -197,6 +197,7 @@ def _pools(coordinator: Observed, retained: list[Run], reserved: list[Run]) -> d
     backing, stage = coordinator.backing, coordinator.stage
     held, mapped = backing.held_bytes(), backing.mapped_bytes()
     retained_bytes = backing.expected_bytes(retained) if retained else {}
+    limits = _limit_shares(coordinator)
     states: dict[str, PoolState] = {}
     for index, pool in enumerate(stage.pools):
         kept = min(mapped[index], retained_bytes.get(pool.name, 0))
@@ -206,10 +207,22 @@ def _pools(coordinator: Observed, retained: list[Run], reserved: list[Run]) -> d
             mapped_bytes=mapped[index],
             reserved_bytes=held[index] - mapped[index],
             retained_bytes=kept,
-            limit_bytes=0,
+            limit_bytes=limits[index],
             static_bytes=pool.static_bytes(stage.blocks(pool)),
         )
     return states
+
+
+def _limit_shares(coordinator: Observed) -> list[int]:
+    """The rank's limit over its pools by capacity; the last pool takes the remainder. Zeros without a limit."""
+    stage = coordinator.stage
+    sizes = [pool.static_bytes(stage.blocks(pool)) for pool in stage.pools]
+    limit, total = coordinator.physical.limit_bytes, sum(sizes)
+    if not limit or not total:
+        return [0] * len(sizes)
+    shares = [limit * size // total for size in sizes]
+    shares[-1] += limit - sum(shares)
+    return shares
 
 
 def _domains(coordinator: Observed, agent: Agent) -> dict[str, DomainState]:

@@ -157,7 +157,7 @@ class PhysicalWorker:
         try:
             with self._turn.take(self._turn_deadline_s):
                 return self._reserve_now(work, required)
-        except (WaitTimeout, ConfigError) as error:
+        except (WaitTimeout, ConfigError, OSError) as error:
             return Cause(CauseKind.ADMISSION, self.rank, str(error))
 
     def _reserve_now(self, work: Work, required: int) -> Cause | None:

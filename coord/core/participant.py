@@ -459,6 +459,9 @@ class Participant:
             return
         if done.kind is not WorkKind.ABORT:
             self._answer_again(done.txn)
+        elif done.cause is not None:
+            # A handle that cannot be given back stays in the count; the leader's would differ for ever (S7, S10).
+            self._send(Fail(self.epoch, done.cause))
 
     def _settle_runs(self, record: _Record, done: WorkDone) -> None:
         """Move the runs of a transaction to where its driver work has left them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ..core.errors import KVDistError, LinkDown, WaitTimeout
 from ..core.types import Epoch, Rank
@@ -20,6 +20,7 @@ def open_star(
     followers: Collection[Rank],
     lease_s: float,
     connect_s: float,
+    on_open: Callable[[GlooLink], None] | None = None,
 ) -> dict[Rank, GlooLink]:
     """Open the leader's link to every follower, all at the same time; called on the leader.
 
@@ -33,9 +34,10 @@ def open_star(
         followers: world ranks of the followers.
         lease_s: longest silence of a peer, in seconds.
         connect_s: deadline for all followers together, in seconds.
+        on_open: gets each link as soon as it is there, in a thread of its own, while others are still waited for.
 
     Returns:
-        The links by follower, none of them started.
+        The links by follower, none of them started by this function.
 
     Raises:
         WaitTimeout: names every follower that did not arrive.
@@ -60,6 +62,8 @@ def open_star(
                 lease_s=lease_s,
                 connect_s=connect_s,
             )
+            if on_open is not None:
+                on_open(links[follower])
         except Exception as error:  # reported by the caller's thread below
             failures[follower] = error
 

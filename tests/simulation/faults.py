@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcached_dist.coord.core.messages import Beat, Bye, Message, TxnMessage
-from kvcached_dist.coord.core.types import CauseKind, Epoch, Rank
+from kvcached_dist.coord.core.messages import Beat, Bye, Message, Release, TxnMessage
+from kvcached_dist.coord.core.types import CauseKind, Epoch, Rank, TxnPhase
 
 from .clock import MS, SECOND
 from .schedule import WORK_OF, Fault
@@ -177,6 +177,8 @@ def duplicate(cluster: Cluster, host: Host) -> bool:
     source, message = cluster.plan.random.choice(known)
     if cluster.hosts[source].stopped_until > cluster.loop.now:
         return False
+    if isinstance(message, Release) and host.agent.participant.phase(message.txn) is TxnPhase.RELEASE_FAILED:
+        return False  # RELEASE is retried under the same number: there a copy is a request
     must_not_matter(cluster, host, source, message, "S9")
     return True
 

@@ -217,7 +217,8 @@ class RankMemory:
             if fail is not None and (number >= at or number + 1 == len(todo)):
                 return Cause(fail, Rank(self.rank), f"unmap failed at extent {number}")
             self._lose(run)
-            self._extents[extent].mappers.discard(run)
+            if (held := self._extents.get(extent)) is not None:
+                held.mappers.discard(run)
         if fail is not None:
             return Cause(fail, Rank(self.rank), "unmap failed")
         for run in runs:

@@ -264,7 +264,7 @@ class Host:
         if self.ended:
             return
         self.loop.after(self.cluster.plan.beat, self, self.beat)
-        if self.cluster.reform is not None:
+        if self.agent.lost is not None:
             return
         self.agent.measure_budget()
         self.agent._beat()

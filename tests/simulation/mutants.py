@@ -260,8 +260,8 @@ MUTANTS = (
         "second-map",
         "S9: a lost answer makes a second MAP",
         _CORE + "silence.py",
-        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries))\n",
-        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.queries)\n"
+        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.number))\n",
+        "            leader.send_query(rank, Query(leader.epoch, txn.txn, pending.number)\n"
         "            if txn.step is not TxnStep.MAPPING else __import__('kvcached_dist.coord.core.messages',"
         " fromlist=['Map']).Map(leader.epoch, txn.txn))\n",
     ),
