@@ -122,7 +122,10 @@ def plan_join(participant: Participant, message: Snapshot) -> deque[Work]:
             elif all(work.txn != reservation for work in steps):
                 steps.append(Work(WorkKind.ABORT, reservation, participant.runs_of(reservation)))
     if gone:
-        steps.append(Work(WorkKind.UNMAP, txn, tuple(gone)))
+        # A run whose release was refused is unmapped already, and parts of it may be gone.
+        bare = participant.unmapped_runs()
+        if mapped := tuple(run for run in gone if run not in bare):
+            steps.append(Work(WorkKind.UNMAP, txn, mapped))
         steps.append(Work(WorkKind.RELEASE, txn, tuple(gone)))
     if again:
         steps.append(Work(WorkKind.RESTORE, txn, tuple(again)))

@@ -381,6 +381,10 @@ class Participant:
             self._become((run,), RunState.PUBLISHED)
         return True
 
+    def unmapped_runs(self) -> list[Run]:
+        """Runs that hold memory here and are mapped no more."""
+        return self.runs(RunState.UNMAPPED, RunState.STUCK)
+
     def settle_retained(self, run: Run) -> None:
         """A run that the snapshot retains stays as it is; what is not known to be mapped counts as partial."""
         if self._runs[run] not in _RETAINED:

@@ -356,6 +356,8 @@ void bind_block_pool(const nb::module_& m) {
 
 // NOLINTNEXTLINE: the macro is nanobind's
 NB_MODULE(_native, m) {
+  // Engines keep pools in module globals until the interpreter ends; a report about them then is noise.
+  nb::set_leak_warnings(false);
   m.doc() = "Virtual-memory backends, extent tables and the block pool of kvcached_dist.";
   kvcached_dist::bind_devices(m);
   kvcached_dist::bind_backing(m);

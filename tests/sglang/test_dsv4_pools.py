@@ -127,6 +127,29 @@ def test_the_same_for_a_stage_without_layers_of_a_ratio(engine_settings: Any, re
         made.backing.close()
 
 
+def test_the_same_for_one_running_c128_state_per_request(
+    engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool
+
+    monkeypatch.setattr(deepseek_v4_memory_pool, "ONLINE_C128", True)
+    with envs.SGLANG_OPT_USE_ONLINE_COMPRESS.override(True):
+        expected = [(t.shape, t.stride()) for t in tensors(engine_pool())["c128_state"]]
+        made = Elastic(registry)
+    try:
+        assert [(t.shape, t.stride()) for t in tensors(made.pool)["c128_state"]] == expected
+        made.back(1)
+        state = next(s for s in made.pool.compress_state_pools if s is not None and s.ratio == 128)
+        state.kv_score_buffer.kv_score[1] = 5.0
+        buffers.reset_request_states(made.pool, [1])
+        row = state.kv_score_buffer.kv_score[1]
+        assert torch.isneginf(row[: len(row) // 3]).all()
+        assert not row[len(row) // 3 :].any()
+    finally:
+        made.backing.close()
+
+
 def test_all_stages_describe_the_same_model(engine_settings: Any) -> None:
     assert len({takeover(rank, 3).stage.digest() for rank in range(3)}) == 1
 

@@ -100,6 +100,8 @@ class Cluster:
         self._revision = 1
         self.diverged = False
         self._paused = 0
+        self.leader_slept = 0
+        """How long the leader was stopped altogether: so long it could not count the silence of others."""
         self._armed = False
         self.reform: Reform | None = None
         """A change of epoch that is under way."""
@@ -220,7 +222,7 @@ class Cluster:
         leader_sleeps = self.hosts[0].stopped_until + AWAKE > self.loop.now
         for rank, when in self.deadlines.items():
             # While the leader is stopped nobody can tell; that it is stopped has a deadline of its own.
-            if self.loop.now > when and not (leader_sleeps and rank != 0):
+            if self.loop.now > when + self.leader_slept and not (leader_sleeps and rank != 0):
                 ignorant = [
                     host.rank
                     for host in running

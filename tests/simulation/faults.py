@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcached_dist.coord.core.messages import Beat, Bye, Message, Release, TxnMessage
+from kvcached_dist.coord.core.messages import Beat, Bye, Message, Release, ReleaseFailed, TxnMessage
 from kvcached_dist.coord.core.types import CauseKind, Epoch, Rank, TxnPhase
 
 from .clock import MS, SECOND
@@ -148,6 +148,7 @@ def stop(cluster: Cluster, host: Host, duration: int) -> None:
     until = cluster.loop.now + duration
     host.stopped_until = max(host.stopped_until, until)
     host.resumed_at = host.stopped_until
+    cluster.leader_slept += duration * (host.rank == 0)
     if duration > cluster.plan.lease:
         cluster.deadlines[host.rank] = cluster.loop.now + cluster.plan.lease + SECOND
 
@@ -179,6 +180,8 @@ def duplicate(cluster: Cluster, host: Host) -> bool:
         return False
     if isinstance(message, Release) and host.agent.participant.phase(message.txn) is TxnPhase.RELEASE_FAILED:
         return False  # RELEASE is retried under the same number: there a copy is a request
+    if isinstance(message, ReleaseFailed):
+        return False  # each refused try sends one, and nothing in it says which try
     must_not_matter(cluster, host, source, message, "S9")
     return True
 

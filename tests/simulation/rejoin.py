@@ -77,6 +77,7 @@ class Reform:
         if not lost.dead:
             faults.kill(cluster, lost)
         cluster.deadlines.clear()
+        cluster.diverged = False
         blocks = tuple(shape.blocks(domain) for domain in range(len(shape.pages)))
         self.snapshot = snapshot = epoch_change.snapshot(leader, self.epoch, blocks, leader.replica.next_index)
         cluster.oracle.resolved(snapshot)
