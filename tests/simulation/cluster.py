@@ -221,6 +221,9 @@ class Cluster:
             return True
         leader_sleeps = self.hosts[0].stopped_until + AWAKE > self.loop.now
         for rank, when in self.deadlines.items():
+            host = self.hosts[rank]
+            if self.leader_slept and not host.dead and host.stopped_until and host.stopped_until <= self.loop.now:
+                continue  # it was back before the leader, which was stopped too, had counted a lease
             # While the leader is stopped nobody can tell; that it is stopped has a deadline of its own.
             if self.loop.now > when + self.leader_slept and not (leader_sleeps and rank != 0):
                 ignorant = [
