@@ -51,7 +51,7 @@ def broken_links(path: Path) -> list[str]:
 def commands(path: Path) -> list[str]:
     """The command lines of a page's code blocks: scripts of the checkout and the command line tool."""
     lines = [line.split("#")[0].strip() for block in FENCE.findall(path.read_text()) for line in block.splitlines()]
-    return [line for line in lines if re.match(r"(\./|\.ci/|\.venv/bin/)?(scripts/|run\b|kvcached-dist\b)", line)]
+    return [line for line in lines if re.match(r"(\./)?scripts/|\.ci/run\b|(\.venv/bin/)?kvcached-dist\b", line)]
 
 
 @cache
