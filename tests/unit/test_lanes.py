@@ -50,7 +50,7 @@ def test_ci_runs_each_of_its_lanes_once() -> None:
 def test_ci_ends_within_its_time() -> None:
     budgets = [int(seconds) for seconds in re.findall(r'\b(?:lane \w+|budget "[^"]+") (\d+)\b', CI_SCRIPT)]
     assert len(budgets) > len([lane for lane in LANES if lane.ci])
-    assert sum(budgets) <= 45 * 60  # worst case; a run on a quiet machine of two cores takes about half of it
+    assert sum(budgets) <= 50 * 60  # worst case; a run on a quiet machine of two cores takes about half of it
 
 
 def test_lane_marker_is_set(request: pytest.FixtureRequest) -> None:
