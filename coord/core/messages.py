@@ -156,7 +156,7 @@ class ReleaseFailed(TxnMessage):
 
 @dataclass(frozen=True, slots=True)
 class Query(TxnMessage):
-    """Read-only. Carries ``number``: 1 or 2; the reply repeats it."""
+    """Read-only. Carries ``number``: counts the queries of this transaction to this rank; the reply repeats it."""
 
     number: int
 

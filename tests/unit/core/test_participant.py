@@ -9,6 +9,8 @@ from kvcached_dist.coord.core.errors import InvariantViolation
 from kvcached_dist.coord.core.messages import (
     Abort,
     Drained,
+    Fail,
+    Joined,
     Map,
     MapFailed,
     Mapped,
@@ -20,6 +22,8 @@ from kvcached_dist.coord.core.messages import (
     Reserve,
     Reserved,
     Restore,
+    Snapshot,
+    SnapshotRun,
     State,
     TxnMessage,
     Unmap,
@@ -349,3 +353,39 @@ def test_finished_transactions_are_forgotten_oldest_first(rig: Rig) -> None:
         rig.gets(Abort(EPOCH, Txn(txn)))
     assert rig.machine.phase(Txn(2)) is TxnPhase.UNKNOWN
     assert rig.machine.phase(Txn(3)) is TxnPhase.ABORTED
+
+
+def published_again() -> Snapshot:
+    return Snapshot(Epoch(4), (8,), (SnapshotRun(RUN, True),), (), 7, 0, 0)
+
+
+@pytest.mark.parametrize("answer", [None, BAD], ids=["unmapped", "unmap failed"])
+def test_a_run_that_is_unmapped_here_and_published_by_the_snapshot_is_mapped_before_joined(
+    rig: Rig, answer: Cause | None
+) -> None:
+    """A reclaim that another rank could not finish: the leader's snapshot publishes its run again (rule M2)."""
+    rig.grown()
+    rig.drained()
+    rig.gets(Unmap(EPOCH, Txn(2)))
+    rig.does(answer)
+    rig.machine.on_snapshot(published_again())
+    assert rig.effects() == []
+    assert [(work.kind, work.runs) for work in rig.work] == [(WorkKind.RESTORE, (RUN,))]
+    assert rig.does() == [Joined(Epoch(4), (2,))]
+    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+
+
+def test_a_retirement_that_had_only_drained_is_taken_back_without_driver_work(rig: Rig) -> None:
+    rig.grown()
+    rig.drained()
+    rig.machine.on_snapshot(published_again())
+    assert (rig.effects(), rig.work) == ([Joined(Epoch(4), (2,))], [])
+    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+
+
+def test_an_abort_that_cannot_give_back_is_told(rig: Rig) -> None:
+    """A handle that stays would make this rank's count differ from the leader's for ever (S10)."""
+    rig.gets(Reserve(EPOCH, Txn(1), (RUN,)))
+    rig.does()
+    rig.gets(Abort(EPOCH, Txn(1)))
+    assert rig.does(BAD) == [Fail(EPOCH, BAD)]
