@@ -215,19 +215,9 @@ class Coordinator:
         if self._closed:
             return
         self._closed = True
-        self.faults.close()
-        agent = getattr(self._parts, "agent", None)
         try:
-            if agent is not None:
-                agent.close(startup.CLOSE_WAIT_S)
-            if self._parts.inbox is not None:
-                self._parts.inbox.close()
-            # Not after a timeout: a driver call that still runs holds the backing. Its memory goes with the process.
-            self.backing.close()
+            self._parts.close()
         finally:
-            self.physical.close()
-            if self._parts.connections is not None:
-                self._parts.connections.close()
             if self._writer is not None:
                 self._writer.close()
 

@@ -101,6 +101,28 @@ class Parts:
     """Block pools, one per domain; empty for an engine that allocates by itself."""
     agent: Agent = field(init=False)
 
+    def close(self) -> None:
+        """End in order: tell the others, stop the threads, give all memory back. Call once.
+
+        Raises:
+            WaitTimeout: a driver call does not end; the memory is given back with the process.
+
+        Blocks: a few seconds at most.
+        """
+        self.faults.close()
+        agent = getattr(self, "agent", None)
+        try:
+            if agent is not None:
+                agent.close(CLOSE_WAIT_S)
+            if self.inbox is not None:
+                self.inbox.close()
+            # Not after a timeout: a driver call that still runs holds the backing. Its memory goes with the process.
+            self.backing.close()
+        finally:
+            self.physical.close()
+            if self.connections is not None:
+                self.connections.close()
+
     @property
     def rank(self) -> Rank:
         """World rank."""

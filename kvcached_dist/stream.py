@@ -198,23 +198,17 @@ class StreamCoordinator:
     def close(self) -> None:
         """End in order: tell the others, stop the threads, give all memory back. Idempotent.
 
+        Raises:
+            WaitTimeout: a driver call does not end; the memory is given back with the process.
+
         Blocks: a few seconds at most.
         """
         if self._closed:
             return
         self._closed = True
-        self.faults.close()
-        agent = getattr(self._parts, "agent", None)
         try:
-            if agent is not None:
-                agent.close(startup.CLOSE_WAIT_S)
-            elif self._parts.inbox is not None:
-                self._parts.inbox.close()
+            self._parts.close()
         finally:
-            self.backing.close()
-            self.physical.close()
-            if self._parts.connections is not None:
-                self._parts.connections.close()
             if self._writer is not None:
                 self._writer.close()
 
@@ -257,6 +251,8 @@ class StreamCoordinator:
             waiting = leader.demand.wait_for(short)
         self._await(waiting)
         with agent.entered():
+            # A rank lost since the verdict has taken the entries with it that the verdict counts on.
+            agent.raise_if_failed()
             leader.demand.foreground = None
             self.misses += waiting.verdict is not True
             return self._mark(leader)
@@ -285,6 +281,9 @@ class StreamCoordinator:
                 agent.raise_if_failed()
                 if waiting.verdict is None:
                     agent.wait(lambda: waiting.verdict is not None, min(left, startup.WAKE_S))
+            if waiting.verdict is None:
+                # The clock does this too; the deadline must hold also where that thread is held up.
+                agent.tick()
         agent.raise_if_failed()
 
     def _mark(self, leader: Leader) -> tuple[bytes, ...]:
