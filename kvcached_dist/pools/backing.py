@@ -8,6 +8,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .. import _native
+from ..coord.core.errors import DriverError
 from ..coord.core.types import Run, Txn
 from . import tensors
 from .geometry import geometry_of
@@ -52,12 +53,16 @@ class StageBacking:
 
         Raises:
             ConfigError: a block is larger than ``page_bytes``.
-            RuntimeError: the addresses cannot be reserved.
+            DriverError: the addresses cannot be reserved.
         """
         if page_bytes is not None:
             check_page_size(stage, page_bytes)
         layouts = stage_layout(stage, device.granule_bytes)
-        native = _native.Backing(device, [geometry_of(layout) for layout in layouts])
+        try:
+            native = _native.Backing(device, [geometry_of(layout) for layout in layouts])
+        except RuntimeError as error:
+            size = sum(layout.reservation_bytes for layout in layouts)
+            raise DriverError(f"card {device.card_id}: cannot reserve {size} bytes of addresses: {error}") from error
         return cls(device, stage, layouts, native)
 
     def plan(self, runs: Iterable[Run]) -> list[tuple[int, int]]:

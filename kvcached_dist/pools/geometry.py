@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .. import _native
-from .layout import PoolLayout, stage_layout
-from .specs import StageSpec
+from .layout import PoolLayout
 
 
 def geometry_of(layout: PoolLayout) -> _native.PoolGeometry:
@@ -21,16 +20,3 @@ def geometry_of(layout: PoolLayout) -> _native.PoolGeometry:
         fill=[(piece.offset, piece.bytes, piece.pattern) for piece in pool.fill] if local else [],
         fill_row_bytes=pool.fill_row_bytes if local else 0,
     )
-
-
-def build(stage: StageSpec, granule_bytes: int) -> list[_native.PoolGeometry]:
-    """Native geometry of all pools of a stage, in the stage's order.
-
-    Args:
-        stage: what this rank holds.
-        granule_bytes: mapping unit of the device.
-
-    Raises:
-        ConfigError: the granule is not a power of two of at least 4 KiB.
-    """
-    return [geometry_of(layout) for layout in stage_layout(stage, granule_bytes)]

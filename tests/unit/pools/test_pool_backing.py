@@ -10,7 +10,7 @@ import torch
 
 from kvcached_dist import _native
 from kvcached_dist.coord.core.types import DomainId, PageId, Run, Txn
-from kvcached_dist.errors import ConfigError
+from kvcached_dist.errors import ConfigError, DriverError
 from kvcached_dist.pools import DomainSpec, ModelSpec, PoolSpec, StageBacking, StageSpec, catalogue
 
 GRANULE = 4096
@@ -312,3 +312,11 @@ def test_every_model_of_the_catalogue_can_be_reserved(name: str) -> None:
         assert sum(backing.held_bytes()) == 0
         assert backing.missing_bytes(null_pages(stage)) == sum(backing.expected_bytes(null_pages(stage)).values())
         backing.close()
+
+
+def test_addresses_that_cannot_be_reserved_are_a_typed_error() -> None:
+    device = _native.HostDevice(1 << 20, 4096)
+    device.faults.arm("reserve", 1)
+    stage = catalogue.get("tiny-llama").with_tokens(64).stage(0, 1)
+    with pytest.raises(DriverError, match="cannot reserve"):
+        StageBacking.open(device, stage)
