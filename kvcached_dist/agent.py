@@ -2,10 +2,11 @@
 
 Threads of an agent::
 
-    link readers   one per link; messages enter the core; never make a driver call
-    worker         driver work, in order; now and then how much memory is left, which is a driver call too
+    link readers   one per link; messages enter the core; never make a driver call     (rank_links)
+    worker         driver work, in order; now and then how much memory is left         (driver_work)
     clock          ticks, beats, fences that have not passed yet; no driver call but the query of an event
-    scheduler      the caller's; only touches logical state and marks
+                                                                                       (agent_clock)
+    scheduler      the caller's; only touches logical state and marks                  (marks)
 
 All of them enter the core under one lock, which is never held across a driver call, a send or a wait.
 """
@@ -17,101 +18,27 @@ import logging
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from .coord.core.effects import Effect, EpochDown, GroupDown, Note, Send, TakeFence, Work, WorkDone, WorkKind
-from .coord.core.entries import Entry, Limit, Mark, PositionKind, Publish, Retire, Unretire
-from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown, RankLost, WaitTimeout
+from .agent_clock import Clock, Fences, Pending
+from .agent_ports import Faults, Fence, NoFaults, Timing, Worker, ticks
+from .coord.core.effects import Effect, EpochDown, GroupDown, Note, Send, TakeFence, Work, WorkDone
+from .coord.core.entries import Mark, PositionKind
+from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown, WaitTimeout
 from .coord.core.leader import Leader
 from .coord.core.messages import ANSWERS, Beat, Bye, Fail, MarkMessage, Message, Reform, State, TxnMessage
 from .coord.core.participant import Participant
 from .coord.core.replica import Replica
 from .coord.core.types import Cause, CauseKind, Epoch, Rank, Tick, Txn
 from .coord.links.link import Link
+from .driver_work import DriverWork
+from .ending import Ending
+from .marks import Marks
+from .rank_links import RankLinks
 
 _log = logging.getLogger(__name__)
 
 LEADER = Rank(0)
-
-EVENT_RING_MAX = 4096
-"""Protocol events kept per rank for the report of a failure."""
-
-MARKS_MAX = 65536
-"""Marks a follower may hold that its engine has not reached; more means the engine has stopped stepping."""
-
-FENCE_POLL_S = 0.001
-"""Longest pause of the clock while a fence has not passed."""
-
-FENCE_FIRST_POLL_S = 0.00005
-"""Its first pause; the pauses double. A fence behind work that is nearly done passes within microseconds."""
-
-CLOCK_PAUSE_MAX_S = 0.05
-"""Longest pause of the clock, so that deadlines are seen in time whatever the beat is."""
-
-
-class Fence(Protocol):
-    """A point behind work that was launched on the device."""
-
-    def done(self) -> bool:
-        """Whether all of that work has finished. Must not block and must not synchronise the device."""
-
-
-class Worker(Protocol):
-    """The physical side: performs driver work and knows what is held (``kvcached_dist.physical``)."""
-
-    def perform(self, work: Work) -> Cause | None:
-        """Do the work in the calling thread; ``None`` on success."""
-
-    def handles(self) -> tuple[int, ...]:
-        """Physical handles held now, per pool of the world's list."""
-
-    def held_bytes(self) -> int:
-        """Physical bytes held now."""
-
-    def budget_bytes(self) -> int:
-        """Bytes this rank could still create above its reserve and below its limit."""
-
-    def set_limit(self, limit_bytes: int) -> None:
-        """A logged limit takes effect; 0: none."""
-
-
-class Faults(Protocol):
-    """Step-addressed faults (``kvcached_dist.faults.Injector``)."""
-
-    def at(self, point: str) -> None:
-        """This rank passes a point of the protocol."""
-
-    def drops(self, message: str) -> bool:
-        """Whether this message is to be lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds: between beats, and the longest wait for the leader's next mark.
-
-    A silent leader is noticed by its link after one lease. One that beats may rightly be late by as long as it waits
-    for a hung rank itself, so a mark is waited for longer than the lease.
-    """
-
-    beat_s: float
-    mark_wait_s: float
-
-
-def ticks() -> Tick:
-    """Now, in the core's unit (microseconds)."""
-    return Tick(time.monotonic_ns() // 1000)
-
-
-_POINT_BEFORE = {
-    WorkKind.RESERVE: "reserve",
-    WorkKind.MAP: "map",
-    WorkKind.UNMAP: "unmap",
-    WorkKind.RELEASE: "release",
-}
-_POINT_AFTER = {WorkKind.RESERVE: "reserved", WorkKind.MAP: "mapped", WorkKind.UNMAP: "unmapped"}
 
 
 class Agent:
@@ -129,6 +56,7 @@ class Agent:
         faults: injected faults, tests only.
         make_fence: records a fence behind launched work; ``None``: work is synchronous.
         on_beat: called about once per beat in the clock thread, for snapshots.
+        now: the time, in ticks.
 
     Threads: public methods may be called from any thread unless they say otherwise.
     """
@@ -147,6 +75,7 @@ class Agent:
         faults: Faults | None = None,
         make_fence: Callable[[], Fence] | None = None,
         on_beat: Callable[[], None] | None = None,
+        now: Callable[[], Tick] = ticks,
     ) -> None:
         self.rank = rank
         self.epoch = epoch
@@ -156,42 +85,29 @@ class Agent:
         """The leader's machine; rank 0 gets it when every rank has joined the epoch."""
         self.timing = timing
         self.step_done = 0
-        self.lag_steps_max = 0
-        self.events: deque[str] = deque(maxlen=EVENT_RING_MAX)
         self.changed = threading.Condition(threading.Lock())
-        self._links = dict(links)
-        self._worker = worker
-        self._describe = describe
-        self._faults = faults
-        self._make_fence = make_fence
+        self.ending = Ending(rank, epoch, describe)
+        self.links = RankLinks(links)
+        self._faults: Faults = faults or NoFaults()
+        self._injects = faults is not None
+        self.marks = Marks(rank, replica, participant, worker, self._faults)
+        self.work = DriverWork(worker, self._faults, self._work_done, timing.beat_s)
+        self.fences = Fences(make_fence, self.changed, self._fences_passed)
+        self._clock = Clock(timing.beat_s, self.beat, self.tick, self.fences.poll)
+        self._now = now
         self._on_beat = on_beat
-        self.is_down = False
-        """Whether :meth:`raise_if_failed` would raise: a plain attribute, because every operation looks at it."""
-        self._failure: GroupFailed | None = None
-        self._lost: Cause | None = None
-        self._marks: deque[Mark] = deque()
-        self._newest_step = 0
-        self._fences: list[tuple[Txn, Fence, int]] = []
-        self._work: deque[Work] = deque()
-        self._budget = (0, 0)
-        """Budget in bytes as the driver last told it, and what was held then."""
-        self._work_ready = threading.Event()
-        self._work_turn = threading.Lock()
-        self._work_is_ours = False
         self._awaited: Callable[[], bool] | None = None
-        self._clock_wake = threading.Event()
         self._closing = threading.Event()
-        self._left: set[Rank] = set()
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"kvcached-{name}-{rank}", daemon=True)
-            for name, loop in (("worker", self._worker_loop), ("clock", self._clock_loop))
+            for name, loop in (("worker", self.work.loop), ("clock", self._clock.loop))
         ]
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start the threads. Links must be started by the caller with :meth:`on_message` and :meth:`on_link_down`."""
-        self.measure_budget()
+        self.work.measure()
         for thread in self._threads:
             thread.start()
 
@@ -203,16 +119,15 @@ class Agent:
         """
         if self._closing.is_set():
             return
-        if self._failure is None and self._lost is None:
+        if not self.ending.is_down:
             self._say_goodbye(wait_s)
         self.stop(wait_s)
 
     def _say_goodbye(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         with self.changed:
-            for link in self._links.values():
-                self._send_on(link, Bye(self.epoch))
-            while self._failure is None and self._left != set(self._links) and time.monotonic() < deadline:
+            self.links.send_all(Bye(self.epoch))
+            while self.ending.failure is None and not self.links.all_left and time.monotonic() < deadline:
                 self.changed.wait(max(0.0, min(deadline - time.monotonic(), 0.1)))
 
     def stop(self, wait_s: float) -> None:
@@ -223,42 +138,34 @@ class Agent:
 
         Raises:
             WaitTimeout: driver work still runs.
+
+        Blocks: at most ``wait_s``, or as long as one link takes to end.
         """
+        deadline = time.monotonic() + wait_s
         self._closing.set()
-        self._work_ready.set()
-        self._clock_wake.set()
-        for link in self._links.values():
-            link.close()
+        self.work.wake()
+        self._clock.wake()
+        self.links.close()
         for thread in self._threads:
             if thread.ident is None or thread is threading.current_thread():
                 continue
-            thread.join(wait_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise WaitTimeout(f"rank {self.rank}", f"end of {thread.name}", wait_s)
 
     @property
     def failure(self) -> GroupFailed | None:
         """The first cause, once the coordinator has failed."""
-        return self._failure
+        return self.ending.failure
 
     def raise_if_failed(self) -> None:
-        """Raise the first cause, if there is one.
-
-        Raises:
-            GroupFailed: the coordinator has failed.
-            RankLost: a follower was lost and the next epoch has not begun.
-        """
-        failure = self._failure
-        if failure is not None:
-            # A new object each time: raising the same one again and again would grow its traceback.
-            raise GroupFailed(failure.cause, failure.phase, failure.who)
-        if self._lost is not None:
-            raise RankLost(self._lost)
+        """Raise the first cause, if there is one; see :meth:`Ending.raise_if_failed`."""
+        self.ending.raise_if_failed()
 
     @property
     def lost(self) -> Cause | None:
         """The follower whose loss has ended this epoch."""
-        return self._lost
+        return self.ending.lost
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -294,7 +201,7 @@ class Agent:
     def _wake(self) -> None:
         """Lock held: wake whoever waits, unless it is the scheduler and what it waits for has not come."""
         reached = self._awaited
-        if reached is None or self._failure is not None or self._lost is not None or reached():
+        if reached is None or self.ending.is_down or reached():
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ news from links
@@ -311,24 +218,20 @@ class Agent:
             if self._closing.is_set():
                 return
             if self.leader is not None:
-                self.leader.on_link_down(peer, down.reason, eof=down.eof, now=ticks())
-            elif peer not in self._left and self._lost is None:
+                self.leader.on_link_down(peer, down.reason, eof=down.eof, now=self._now())
+            elif peer not in self.links.left and self.ending.lost is None:
                 kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
                 self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
-            self._left.add(peer)
+            self.links.left.add(peer)
             self._handle(lambda: None)
 
     def _deliver(self, peer: Rank, message: Message) -> None:
         if isinstance(message, Bye):
-            self._left.add(peer)
+            self.links.left.add(peer)
         if self.leader is not None:
-            self.leader.on_message(peer, message, ticks())
+            self.leader.on_message(peer, message, self._now())
         elif isinstance(message, MarkMessage):
-            if len(self._marks) >= MARKS_MAX:
-                raise InvariantViolation("L1", f"rank {self.rank} holds {MARKS_MAX} marks it has not reached")
-            self._marks.append(message.mark)
-            if message.mark.kind is PositionKind.STEP:
-                self._newest_step = message.mark.position
+            self.marks.receive(message.mark)
         elif isinstance(message, Fail):
             self._set_failure(message.cause, "the leader reported a failure")
         elif isinstance(message, Reform):
@@ -340,8 +243,7 @@ class Agent:
 
     def broadcast(self, mark: Mark) -> None:
         """Send a mark to every follower. Threads: under :meth:`entered`, on the leader."""
-        for link in self._links.values():
-            self._send_on(link, MarkMessage(self.epoch, mark))
+        self.links.send_all(MarkMessage(self.epoch, mark))
 
     def next_mark(self, kind: PositionKind, position: int, wait_s: float | None = None) -> Mark:
         """The next mark of the leader, which must belong to this position.
@@ -359,51 +261,24 @@ class Agent:
         """
         wait_s = self.timing.mark_wait_s if wait_s is None else wait_s
         deadline = time.monotonic() + wait_s
-        while not self._marks:
+        while not self.marks.waiting:
             self.raise_if_failed()
             left = deadline - time.monotonic()
             if left <= 0:
                 what = f"no mark for {kind.name.lower()} {position} for {wait_s:.1f} s"
                 self._set_failure(Cause(CauseKind.RANK_HUNG, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
-            if LEADER in self._left:
+            if LEADER in self.links.left:
                 what = f"its coordinator was closed, and this rank is at {kind.name.lower()} {position}"
                 self._set_failure(Cause(CauseKind.CLOSED, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
-            self.wait(lambda: bool(self._marks) or LEADER in self._left, min(left, 0.5))
+            self.wait(lambda: bool(self.marks.waiting) or LEADER in self.links.left, min(left, 0.5))
         self.raise_if_failed()
-        mark = self._marks.popleft()
-        if (mark.kind, mark.position) != (kind, position):
-            raise Divergence(
-                f"rank {self.rank} is at {kind.name.lower()} {position}, the leader's next mark belongs to"
-                f" {mark.kind.name.lower()} {mark.position}: the ranks do not run the same operations"
-            )
-        return mark
+        return self.marks.take(kind, position)
 
     def apply(self, mark: Mark) -> None:
         """Put the entries of a mark in force on this rank. Threads: the scheduler, under :meth:`entered`."""
-        self.replica.check(mark)
-        for entry in mark.entries:
-            self._apply_entry(entry)
-
-    def _apply_entry(self, entry: Entry) -> None:
-        match entry:
-            case Publish(txn=txn, runs=runs):
-                self.participant.publish(txn, runs)
-                self.replica.apply(entry)
-                self._pass("publish")
-            case Retire(txn=txn, runs=runs, retained=retained):
-                self.replica.apply(entry)
-                self.participant.retire(txn, runs, retained)
-                self._pass("retire")
-            case Unretire(txn=txn):
-                self.participant.unretire(txn)
-                self.replica.apply(entry)
-            case Limit(limit_bytes=limit_bytes):
-                self.replica.apply(entry)
-                self._worker.set_limit(limit_bytes)
-            case _:
-                self.replica.apply(entry)
+        self.marks.apply(mark)
 
     # ------------------------------------------------------------------ routing, under the lock
 
@@ -435,14 +310,11 @@ class Agent:
             case Send(to=to, message=message):
                 self._send_to(to, message)
             case Work():
-                self._work.append(effect)
-                if not self._work_is_ours:
-                    self._work_ready.set()
+                self.work.put(effect)
             case TakeFence(txn=txn):
                 self._take_fence(txn)
             case Note(text=text):
-                self.events.append(text)
-                _log.debug("%s", text)
+                self.ending.note(text)
             case GroupDown(cause=cause, phase=phase):
                 self._set_failure(cause, phase)
             case EpochDown(cause=cause):
@@ -453,7 +325,7 @@ class Agent:
             if isinstance(message, TxnMessage) and _for_participant(message):
                 self.participant.on_message(message)
             elif self.leader is not None and not self._loses(message):
-                self.leader.on_message(self.rank, message, ticks())
+                self.leader.on_message(self.rank, message, self._now())
             elif isinstance(message, Fail):
                 self._set_failure(message.cause, "joining an epoch")
             return
@@ -461,28 +333,14 @@ class Agent:
             self._set_failure(message.cause, "joining an epoch")
         if self.leader is None and self._loses(message):
             return
-        link = self._links.get(to)
-        if link is not None:
-            self._send_on(link, message)
-
-    def _send_on(self, link: Link, message: Message) -> None:
-        # A link that is down reports itself through on_link_down; sending on it meanwhile is no second cause.
-        with contextlib.suppress(LinkDown):
-            link.send(message)
+        self.links.send(to, message)
 
     def _loses(self, message: Message) -> bool:
-        return self._faults is not None and self._faults.drops(_wire_name(message))
+        return self._injects and self._faults.drops(_wire_name(message))
 
     def _take_fence(self, txn: Txn) -> None:
-        lag = max(0, self._newest_step - self.step_done - 1)
-        self.lag_steps_max = max(self.lag_steps_max, lag)
-        fence = _PASSED if self._make_fence is None else self._make_fence()
-        self._fences.append((txn, fence, lag))
-        self._clock_wake.set()
-
-    def _pass(self, point: str) -> None:
-        if self._faults is not None:
-            self._faults.at(point)
+        self.fences.take(txn, max(0, self.marks.newest_step - self.step_done - 1))
+        self._clock.wake()
 
     # ------------------------------------------------------------------ failure
 
@@ -498,23 +356,14 @@ class Agent:
             self._set_failure(down.cause, down.phase)
             return
         self._set_failure(cause, self._own_phase())
-        for link in self._links.values():
-            self._send_on(link, Fail(self.epoch, cause))
+        self.links.send_all(Fail(self.epoch, cause))
 
     def _set_failure(self, cause: Cause, phase: str) -> None:
-        if self._failure is not None:
-            return
-        self._failure = GroupFailed(cause, phase, self._describe(cause.rank))
-        self.is_down = True
-        _log.error("event=group_failed rank=%d epoch=%d phase=%r cause=%s", self.rank, self.epoch, phase, cause)
-        for line in list(self.events)[-20:]:
-            _log.error("event ring rank=%d %s", self.rank, line)
-        self.changed.notify_all()
+        if self.ending.fail(cause, phase):
+            self.changed.notify_all()
 
     def _lose(self, cause: Cause) -> None:
-        self._lost = cause
-        self.is_down = True
-        _log.warning("event=rank_lost rank=%d epoch=%d cause=%s", self.rank, self.epoch, cause)
+        self.ending.lose(cause)
         self.changed.notify_all()
 
     def _own_phase(self) -> str:
@@ -523,96 +372,45 @@ class Agent:
 
     # ------------------------------------------------------------------ threads
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def _run(self, loop: Callable[[threading.Event], None]) -> None:
         """Run a thread of this agent. Whatever ends it ends the coordinator: nothing may stop without a word."""
         try:
-            loop()
+            loop(self._closing)
         except Exception as error:
             _log.exception("event=thread_ended rank=%d thread=%s", self.rank, threading.current_thread().name)
             with self.changed:
                 self._fail_here(InvariantViolation("L1", f"a thread of the agent ended: {error!r}"))
                 self.changed.notify_all()
 
-    def _worker_loop(self) -> None:
-        next_look = time.monotonic() + self.timing.beat_s
-        while not self._closing.is_set():
-            self._work_ready.wait(max(0.0, next_look - time.monotonic()))
-            self._work_ready.clear()
-            self.do_work()
-            if time.monotonic() >= next_look:
-                self.measure_budget()
-                next_look = time.monotonic() + self.timing.beat_s
-        self.do_work()
-
-    def measure_budget(self) -> None:
-        """Ask the driver how much more this rank could create, for the next beats.
-
-        Threads: never the clock's: while the driver is busy for long, a rank still has to beat.
-        """
-        self._budget = self._worker.budget_bytes(), self._worker.held_bytes()
-
-    def do_work(self) -> None:
-        """Do queued driver work, in order, in the calling thread.
-
-        A foreground grow of a world of one calls this instead of waiting for a hand-over to the worker.
-
-        Threads: any, without the lock. Blocks: for the driver calls queued, and for those another thread is doing.
-        """
-        with self._work_turn:
-            while self._work:
-                self._perform(self._work.popleft())
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """The caller does the driver work itself inside (:meth:`do_work`); the worker is not woken for it.
-
-        Threads: the scheduler's, without the lock.
-        """
-        self._work_is_ours = True
-        try:
-            yield
-        finally:
-            self._work_is_ours = False
-            if self._work:
-                self._work_ready.set()
-
-    def _perform(self, work: Work) -> None:
-        if point := _POINT_BEFORE.get(work.kind):
-            self._pass(point)
-        cause = self._worker.perform(work)
-        handles = self._worker.handles()
-        if point := _POINT_AFTER.get(work.kind):
-            self._pass(point)
+    def _work_done(self, done: WorkDone) -> None:
+        """Driver work has ended. Threads: whoever did it, without the lock."""
         with self.changed:
-            self._handle(lambda: self.participant.on_work_done(WorkDone(work.kind, work.txn, cause, handles)))
+            self._handle(lambda: self.participant.on_work_done(done))
 
-    def _clock_loop(self) -> None:
-        next_beat = 0.0
-        idle = min(self.timing.beat_s, CLOCK_PAUSE_MAX_S)
-        pause = FENCE_FIRST_POLL_S / 2
-        while not self._closing.is_set():
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + self.timing.beat_s
-                self._beat()
-            self.tick()
-            pause = min(2 * pause, FENCE_POLL_S) if self._poll_fences() else idle
-            self._clock_wake.wait(pause)
-            self._clock_wake.clear()
-            pause = pause if pause < idle else FENCE_FIRST_POLL_S / 2
+    def _fences_passed(self, passed: Sequence[Pending]) -> None:
+        """Work that was launched before a retirement has ended. Threads: the clock's, without the lock."""
+
+        def report() -> None:
+            for item in passed:
+                self.fences.waiting.remove(item)
+                self.participant.on_fence(item.txn, item.lag_steps)
+
+        self._faults.at("drained")
+        with self.changed:
+            self._handle(report)
 
     def tick(self) -> None:
         """Let the leader look at the clock; nothing on other ranks."""
         leader = self.leader
         if leader is not None:
             with self.changed:
-                self._handle(lambda: leader.tick(ticks()))
+                self._handle(lambda: leader.tick(self._now()))
 
-    def _beat(self) -> None:
-        budget, held_then = self._budget
-        held = self._worker.held_bytes()
+    def beat(self) -> None:
+        """Tell the others that this rank lives, and what it holds. Threads: the clock's."""
+        budget, held = self.work.memory()
         with self.changed:
-            self._handle(lambda: self._beat_locked(max(0, budget - (held - held_then)), held))
+            self._handle(lambda: self._beat_locked(budget, held))
         self._publish()
 
     def _publish(self) -> None:
@@ -629,36 +427,8 @@ class Agent:
         participant = self.participant
         beat = Beat(self.epoch, budget, held, participant.handles, self.step_done, participant.quiet_txn())
         if self.leader is not None:
-            self.leader.on_message(self.rank, beat, ticks())
-        for link in self._links.values():
-            self._send_on(link, beat)
-
-    def _poll_fences(self) -> bool:
-        """Report fences that have passed; whether some have not."""
-        with self.changed:
-            pending = list(self._fences)
-        passed = [item for item in pending if item[1].done()]
-        if not passed:
-            return bool(pending)
-        self._pass("drained")
-        with self.changed:
-            self._handle(lambda: self._fences_passed(passed))
-            return bool(self._fences)
-
-    def _fences_passed(self, passed: list[tuple[Txn, Fence, int]]) -> None:
-        for txn, fence, lag in passed:
-            self._fences.remove((txn, fence, lag))
-            self.participant.on_fence(txn, lag)
-
-
-class _Passed:
-    """The fence of a device whose work is synchronous."""
-
-    def done(self) -> bool:
-        return True
-
-
-_PASSED = _Passed()
+            self.leader.on_message(self.rank, beat, self._now())
+        self.links.send_all(beat)
 
 
 def _for_participant(message: Message) -> bool:
@@ -668,3 +438,6 @@ def _for_participant(message: Message) -> bool:
 def _wire_name(message: Message) -> str:
     """``MapFailed`` -> ``MAP_FAILED``, as fault specs name messages."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(message).__name__).upper()
+
+
+__all__ = ["Agent", "Faults", "Fence", "Timing", "Worker", "ticks"]

@@ -20,6 +20,7 @@ from .coord.links.gloo import GlooLink
 from .coord.links.link import Link, OnDown, OnMessage
 from .coord.links.star import open_star
 from .coord.links.store import EpochRegister
+from .rank_links import close_links
 from .world import World
 
 LEADER = Rank(0)
@@ -136,8 +137,7 @@ class Inbox:
     def close(self) -> None:
         """End all links in order. Idempotent."""
         self.stop_beats()
-        for link in self.links.values():
-            link.close()
+        close_links(self.links.values())
 
     def _receiver(self, peer: Rank) -> OnMessage:
         def on_message(message: Message) -> None:

@@ -85,7 +85,9 @@ class Config:
         True,
         "KVCACHED_SGLANG_DSV4_RUNTIME_RESERVATION",
         Switch(),
-        "Subtract DeepSeek-V4 pools that stay with SGLang from the memory budget, pool by pool.",
+        "Subtract pools that SGLang builds for itself beside elastic ones (draft pools, the split FP4 indexer of"
+        " DeepSeek-V4, whatever else is not taken over) from what elastic pools may use, pool by pool with their exact"
+        " bytes. Off: nothing is registered. Without effect where all pools stay native.",
         world=True,
     )
     page_size_mb: int = setting_field(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,28 +12,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import observe, startup
-from .agent import Agent, Fence, ticks
+from . import startup
+from .agent import Fence, ticks
 from .coord.core.entries import Entry, Grant, PositionKind
-from .coord.core.errors import GroupFailed, RankLost
 from .coord.core.invariants import require
 from .coord.core.leader import Leader
-from .coord.core.limits import LimitAnswer
-from .coord.core.replica import OpKind, Replica
-from .coord.core.types import DomainId, Health, Run
+from .coord.core.replica import OpKind
+from .coord.core.types import DomainId
 from .domain import NULL_BLOCK, Domain
-from .physical import PhysicalWorker
-from .pools.backing import StageBacking
+from .parts import Parts
 from .pools.specs import StageSpec
+from .rank import RankCoordinator
 from .world import World
 
 if TYPE_CHECKING:
     from ._native import Device
     from .config import Config
     from .coord.links.bounded import Store
-    from .faults import FaultPlan, Injector
-    from .snapshot import SnapshotWriter
-    from .snapshot_schema import SnapshotState
+    from .faults import FaultPlan
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ class StepReport:
     settled: bool
 
 
-class Coordinator:
+class Coordinator(RankCoordinator[Domain]):
     """Elastic pools of one rank.
 
     Every rank of an engine starts one and performs the same operations in the same order: ``alloc``, ``free``
@@ -67,26 +62,10 @@ class Coordinator:
     Threads: one scheduler thread calls ``alloc``, ``free``, ``step``; the rest is safe from any thread.
     """
 
-    def __init__(self, parts: startup.Parts) -> None:
-        self.world: World = parts.world
-        self.stage: StageSpec = parts.stage
-        self.config: Config = parts.config
-        self.device: Device = parts.device
-        self.backing: StageBacking = parts.backing
-        self.physical: PhysicalWorker = parts.physical
-        self.name: str = parts.name
-        self.faults: Injector = parts.faults
-        self.started = time.time()
-        self.misses = 0
-        self.domains: dict[str, Domain] = {}
-        self._parts = parts
-        self._agent: Agent
-        self._replica: Replica
-        self._leader: Leader | None = None
-        self._writer: SnapshotWriter | None = None
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self._granted: list[Entry] = []
         self._step = 0
-        self._closed = False
 
     # ------------------------------------------------------------------ life
 
@@ -125,39 +104,22 @@ class Coordinator:
 
         Blocks: at most the start timeout.
         """
-        parts = startup.assemble(world, stage, device, config, store, session, faults, fence)
-        coordinator = cls(parts)
-        try:
-            coordinator._enter_epoch()
-            coordinator.faults.arm(device.faults)
-        except RankLost as lost:
-            # A rejoin needs a world that has been whole once.
-            coordinator.close()
-            raise GroupFailed(lost.cause, "start-up", world.describe(lost.cause.rank)) from lost
-        except BaseException:
-            coordinator.close()
-            raise
-        return coordinator
+        return cls._started(startup.assemble(world, stage, device, config, store, session, faults, fence))
 
-    def _enter_epoch(self) -> None:
-        parts = self._parts
-        startup.join(parts, self.config.start_timeout_s)
-        self._agent, self._replica, self._leader = parts.agent, parts.agent.replica, parts.leader
+    def _make_domains(self) -> dict[str, Domain]:
         self._step = 0
         self._granted.clear()
+        parts = self._parts
         names = (domain.name for domain in self.stage.domains)
-        self.domains = {
+        return {
             name: Domain(self, name, index, pool, blocks)
             for index, (name, pool, blocks) in enumerate(zip(names, parts.pools, parts.blocks, strict=True))
         }
-        if self._writer is None:
-            self._writer = observe.open_writer(self)
-            parts.on_beat.append(self._publish_snapshot)
-        startup.begin(parts)
+
+    def _epoch_begun(self) -> None:
         for domain in self.domains.values():
             self._reserve_null_block(domain)
         self._replica.end_op()
-        self._publish_snapshot()
 
     def rejoin(self, timeout_s: float | None = None) -> dict[str, int]:
         """After ``RankLost``: meet again in the next epoch, with the lost rank once it was restarted.
@@ -204,29 +166,6 @@ class Coordinator:
         domain.pool.pin(NULL_BLOCK)
         self._replica.record(OpKind.ALLOC, DomainId(domain.index), 1, domain.pool.ids_digest)
 
-    def close(self) -> None:
-        """End in order: tell the others, stop the threads, give all memory back. Idempotent.
-
-        Raises:
-            WaitTimeout: a driver call does not end; the memory is given back with the process.
-
-        Blocks: a few seconds at most.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._parts.close()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-
-    def __enter__(self) -> Coordinator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------ blocks
 
     def alloc(self, needs: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
@@ -259,7 +198,7 @@ class Coordinator:
 
     def alloc_in(self, domain: Domain, count: int) -> torch.Tensor | None:
         """:meth:`alloc` in one domain; the path of every allocation of an engine without compressed layers."""
-        if self._agent.is_down:
+        if self._agent.ending.is_down:
             self._agent.raise_if_failed()
         pool = domain.pool
         ids = pool.alloc(count) if count >= 0 else None
@@ -273,7 +212,7 @@ class Coordinator:
 
     def free_in(self, domain: Domain, ids: Ids) -> None:
         """:meth:`free` in one domain."""
-        if self._agent.is_down:
+        if self._agent.ending.is_down:
             self._agent.raise_if_failed()
         self._free_in(domain, ids)
         self._replica.op_index += 1
@@ -324,22 +263,12 @@ class Coordinator:
 
     def _foreground(self, leader: Leader, needs: Mapping[DomainId, int]) -> bool:
         agent = self._agent
-        with agent.working() if self.world.size == 1 else contextlib.nullcontext():
+        with agent.work.ours() if self.world.size == 1 else contextlib.nullcontext():
             with agent.entered():
                 leader.now = ticks()
                 waiting = leader.demand.wait_for(needs)
-            while waiting.verdict is None:
-                if self.world.size == 1:
-                    agent.do_work()
-                with agent.changed:
-                    agent.raise_if_failed()
-                    if waiting.verdict is None:
-                        agent.wait(lambda: waiting.verdict is not None, startup.WAKE_S)
-                if waiting.verdict is None:
-                    # The clock does this too; the deadline must hold also where that thread is held up.
-                    agent.tick()
-        agent.raise_if_failed()
-        return waiting.verdict
+            self._await_verdict(waiting)
+        return waiting.verdict is True
 
     def free(self, ids: Mapping[str, Ids]) -> None:
         """Give blocks of several domains back as one operation.
@@ -421,103 +350,9 @@ class Coordinator:
         if self._leader is not None:
             self._leader.demand.idle = idle
 
-    def evict(self, tokens: int) -> None:
-        """Log an eviction: every rank sees ``Evict(tokens)`` in the same step report. No effect on followers."""
-        if self._leader is not None:
-            with self._agent.entered():
-                self._leader.evict(tokens)
-
-    def register_runtime_pool(self, name: str, size_bytes: int) -> None:
-        """Account for a pool on this rank's device that the engine's runtime keeps itself.
-
-        Its bytes are subtracted from what elastic pools may use. Taking a pool over clears its entry.
-
-        Args:
-            name: name of the pool; registering it again replaces the entry.
-            size_bytes: exact size; 0 clears the entry.
-        """
-        self.physical.register_runtime_pool(name, size_bytes)
-
-    def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
-        """Set the physical limit of every rank. On rank 0 only; in force on all ranks from the next step on.
-
-        Args:
-            limit_bytes: most physical bytes per rank; 0: none.
-            revision: number of the order; an older one than the newest known is stale.
-
-        Returns:
-            Whether it is applied, deferred (some rank holds more; its free runs are given back), stale, in
-            conflict, refused (quarantined pages) or unavailable.
-
-        Raises:
-            ValueError: a negative number, or this is not rank 0.
-        """
-        if self._leader is None:
-            raise ValueError(f"rank {self.world.rank}: limits are set on rank 0, which puts them into the log")
-        with self._agent.entered():
-            return self._leader.limits.request(limit_bytes, revision)
-
-    # ------------------------------------------------------------------ reading
-
     def growable(self, domain: int) -> int:
         """Blocks of a domain that every rank could still back, as the applied log says."""
         return self._replica.growable(DomainId(domain))
-
-    @property
-    def digest(self) -> int:
-        """Rolling digest over all operations and their block ids; equal on all ranks at equal operations."""
-        return self._replica.digest
-
-    @property
-    def epoch(self) -> int:
-        """Epoch in force on this rank."""
-        return self._parts.epoch
-
-    @property
-    def health(self) -> dict[str, Health]:
-        """Health per domain."""
-        if self.failure is not None:
-            return dict.fromkeys(self.domains, Health.FAILED)
-        bad = {run.domain for run in self._replica.quarantined}
-        return {
-            name: Health.DEGRADED if domain.index in bad else Health.HEALTHY for name, domain in self.domains.items()
-        }
-
-    @property
-    def quarantined(self) -> frozenset[Run]:
-        """Runs that could not be mapped and are out of use."""
-        return self._replica.quarantined
-
-    @property
-    def failure(self) -> GroupFailed | None:
-        """The first cause, once the coordinator has failed."""
-        return self._agent.failure
-
-    def await_failure(self, timeout_s: float) -> GroupFailed | None:
-        """Wait for the first cause: an engine whose own collective broke asks here what happened.
-
-        Returns:
-            The failure, or ``None`` if the coordinator is still well after ``timeout_s``.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._agent.changed:
-            while self._agent.failure is None and (left := deadline - time.monotonic()) > 0:
-                self._agent.changed.wait(left)
-        return self._agent.failure
-
-    @property
-    def stats(self) -> observe.Stats:
-        """Counters and durations since the start."""
-        return observe.stats(self, self._agent, self._leader)
-
-    def snapshot(self) -> SnapshotState:
-        """What ``kvcached-dist status`` shows of this rank."""
-        return observe.snapshot(self, self._agent, self._leader)
-
-    def _publish_snapshot(self) -> None:
-        self.faults.collect()
-        if self._writer is not None and not self._closed:
-            self._writer.publish(self.snapshot())
 
 
 __all__ = ["Coordinator", "StepReport"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .coord.core.participant import RunState
+from .coord.core.runs import RunState
 from .coord.core.transaction import Verdict
 from .coord.core.types import DomainId
 from .snapshot import SnapshotWriter
@@ -32,13 +32,15 @@ LOG_TAIL = 20
 class ObservedDomain(Protocol):
     """What is shown of one domain, in blocks."""
 
+    index: int
+
     @property
     def blocks(self) -> int:
         """Logical capacity, the null block included."""
 
     @property
     def published(self) -> int:
-        """Backed and usable."""
+        """Backed and usable, the null block included."""
 
     @property
     def available(self) -> int:
@@ -130,7 +132,7 @@ class Stats:
 def stats(coordinator: Observed, agent: Agent, leader: Leader | None) -> Stats:
     """Counters and durations of one coordinator."""
     with agent.changed:
-        closed = list(leader.closed) if leader is not None else []
+        closed = list(leader.commit.closed) if leader is not None else []
         counts = dict(leader.counters.closed) if leader is not None else dict.fromkeys(Verdict, 0)
         queries = leader.counters.queries if leader is not None else 0
     grown = [item for item in closed if item.verdict is Verdict.PUBLISHED]
@@ -148,7 +150,7 @@ def stats(coordinator: Observed, agent: Agent, leader: Leader | None) -> Stats:
         reclaimed_pages=sum(item.pages for item in reclaimed),
         misses=coordinator.misses,
         queries=queries,
-        stage_lag_steps_max=agent.lag_steps_max,
+        stage_lag_steps_max=agent.fences.lag_steps_max,
         memory_queries=coordinator.physical.memory_queries,
     )
 
@@ -165,9 +167,9 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
     """The state of one rank as plain data; see :mod:`kvcached_dist.snapshot_schema`."""
     world, failure = coordinator.world, coordinator.failure
     with agent.changed:
-        retained = agent.participant.runs(RunState.MAPPED, RunState.PARTIAL)
-        reserved = agent.participant.runs(RunState.RESERVED, RunState.UNMAPPED)
-        events = list(agent.events)[-LOG_TAIL:]
+        retained = agent.participant.held.runs(RunState.MAPPED, RunState.PARTIAL)
+        reserved = agent.participant.held.runs(RunState.RESERVED, RunState.UNMAPPED)
+        events = list(agent.ending.events)[-LOG_TAIL:]
     return SnapshotState(
         schema=1,
         name=coordinator.name,
@@ -189,6 +191,7 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
             "total": coordinator.physical.total_bytes,
             "free": coordinator.physical.free_bytes_seen,
         },
+        runtime_pools=coordinator.physical.runtime_pools(),
         log=events,
     )
 

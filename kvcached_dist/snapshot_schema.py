@@ -10,7 +10,15 @@ For every pool::
     limit_bytes     most physical bytes this pool may hold; 0 for no limit
     static_bytes    what the engine's own pool of the same capacity would hold all the time
 
-so a pool holds ``mapped_bytes + reserved_bytes`` of physical memory.
+so a pool holds ``mapped_bytes + reserved_bytes`` of physical memory. For every domain, in blocks::
+
+    blocks          logical capacity, the null block included
+    published       backed and usable, free or in use; the null block included: whole pages are counted
+    free            published and free; never the null block
+    growable        what every rank could still back
+
+so ``published - free - 1`` blocks are in use, whoever allocates them. ``runtime_pools`` are bytes per pool that the
+engine keeps for itself on this device beside elastic ones: subtracted from what these may use.
 """
 
 from __future__ import annotations
@@ -84,6 +92,7 @@ class SnapshotState(TypedDict):
     domains: dict[str, DomainState]
     counters: CounterState
     device: DeviceState
+    runtime_pools: dict[str, int]
     log: list[str]
 
 

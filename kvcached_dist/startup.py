@@ -11,49 +11,37 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from . import _native
-from .admission import AdmissionTurn
-from .agent import Agent, Fence, Timing, ticks
+from .agent import Agent, Fence, ticks
 from .bootstrap import Inbox, await_seat, introduce, open_links
 from .coord.core import epoch as epoch_change
-from .coord.core.demand import verdict_wait
 from .coord.core.entries import PositionKind
 from .coord.core.errors import ConfigError, GroupFailed, RankLost, WaitTimeout
 from .coord.core.leader import Leader
 from .coord.core.ledger import Peer
 from .coord.core.messages import Hello, Joined, Snapshot
 from .coord.core.pages import PageState
-from .coord.core.participant import Participant
-from .coord.core.policy import Policy
 from .coord.core.replica import FreeList, Replica
 from .coord.core.transaction import Verdict
 from .coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 from .coord.links.bounded import StoreConnections
-from .coord.links.store import EpochRegister, EpochValue, agree_session
-from .faults import Injector
-from .physical import PhysicalWorker
-from .pools.backing import StageBacking
-from .snapshot import unique_name
+from .coord.links.store import EpochRegister, agree_session
+from .parts import FIRST_EPOCH, ListFactory, Parts, policy_of, timing_of
 
 if TYPE_CHECKING:
-    from ._native import BlockPool, Device
+    from ._native import Device
     from .config import Config
     from .coord.links.bounded import Store
     from .faults import FaultPlan
     from .pools.specs import StageSpec
     from .world import World
 
-FIRST_EPOCH = Epoch(1)
 LEADER = Rank(0)
 
 WAKE_S = 0.05
 """Longest sleep of a waiting caller between two looks; it is woken earlier by every event."""
-
-CLOSE_WAIT_S = 3.0
-"""How long a close waits for the others' goodbye."""
 
 NULL_PAGE_RETRY_S = 0.1
 """Pause before the null pages are asked for again when memory is short at start."""
@@ -64,112 +52,6 @@ _WAITABLE = (CauseKind.EXHAUSTED, CauseKind.ADMISSION, CauseKind.DEADLINE, Cause
 
 _LOSSES = (CauseKind.RANK_LOST, CauseKind.RANK_HUNG, CauseKind.CLOSED)
 """Ends of a follower after which a world that may rejoin tries again."""
-
-ListFactory = Callable[[Sequence[int], Sequence[int]], Sequence[FreeList]]
-"""Free lists of all domains for agreed sizes: blocks and blocks per page of each."""
-
-
-@dataclass
-class Parts:
-    """The parts of one coordinator. Those below ``epoch`` are new in every epoch."""
-
-    world: World
-    stage: StageSpec
-    config: Config
-    device: Device
-    backing: StageBacking
-    physical: PhysicalWorker
-    participant: Participant
-    faults: Injector
-    fence: Callable[[], Fence] | None
-    store: Store | None
-    name: str
-    connections: StoreConnections | None = None
-    session: int = 0
-    register: EpochRegister | None = None
-    epoch_value: EpochValue | None = None
-    leader: Leader | None = None
-    make_lists: ListFactory | None = None
-    """Makes the free lists of an engine that allocates by itself; ``None``: native block pools."""
-    on_beat: list[Callable[[], None]] = field(default_factory=list)
-
-    epoch: Epoch = FIRST_EPOCH
-    inbox: Inbox | None = None
-    snapshot: Snapshot | None = None
-    hellos: dict[Rank, Hello] = field(default_factory=dict)
-    pools: list[BlockPool] = field(default_factory=list)
-    """Block pools, one per domain; empty for an engine that allocates by itself."""
-    agent: Agent = field(init=False)
-
-    def close(self) -> None:
-        """End in order: tell the others, stop the threads, give all memory back. Call once.
-
-        Raises:
-            WaitTimeout: a driver call does not end; the memory is given back with the process.
-
-        Blocks: a few seconds at most.
-        """
-        self.faults.close()
-        agent = getattr(self, "agent", None)
-        try:
-            if agent is not None:
-                agent.close(CLOSE_WAIT_S)
-            if self.inbox is not None:
-                self.inbox.close()
-            # Not after a timeout: a driver call that still runs holds the backing. Its memory goes with the process.
-            self.backing.close()
-        finally:
-            self.physical.close()
-            if self.connections is not None:
-                self.connections.close()
-
-    @property
-    def rank(self) -> Rank:
-        """World rank."""
-        return Rank(self.world.rank)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Logical capacity per domain, the minimum over ranks."""
-        return cast(Snapshot, self.snapshot).domain_blocks
-
-    @property
-    def blocks_per_page(self) -> tuple[int, ...]:
-        """B, per domain."""
-        return tuple(domain.blocks_per_page for domain in self.stage.domains)
-
-
-def _timing(config: Config) -> Timing:
-    return Timing(config.beat_s, config.lease_s + verdict_wait(policy_of(config)) / 1e6)
-
-
-def query_interval_s(config: Config) -> float:
-    """Seconds between two queries about a missing answer."""
-    return min(1.0, config.growth_deadline_s)
-
-
-def policy_of(config: Config) -> Policy:
-    """The leader's settings, in its own units."""
-
-    def ticks_of(seconds: float) -> int:
-        return round(seconds * 1e6)
-
-    return Policy(
-        growth_deadline=ticks_of(config.growth_deadline_s),
-        query_interval=ticks_of(query_interval_s(config)),
-        lease=ticks_of(config.lease_s),
-        drain_deadline=ticks_of(config.drain_deadline_s),
-        map_retries=config.map_retries,
-        run_pages_min=config.run_pages_min,
-        run_pages_max=config.run_pages_max,
-        reserved_pages_min=config.min_reserved_pages,
-        reserved_pages_max=config.max_reserved_pages,
-        rejoin=config.on_rank_lost == "rejoin",
-        seed=config.seed,
-    )
-
-
-# ---------------------------------------------------------------------- parts that outlive an epoch
 
 
 def assemble(
@@ -190,33 +72,18 @@ def assemble(
     """
     if world.size > 1 and store is None:
         raise ConfigError(f"store=None: a world of {world.size} ranks needs a TCPStore that all of them can reach")
-    backing = StageBacking.open(device, stage, page_bytes=config.page_size_mb << 20)
-    parts: Parts | None = None
+    parts = Parts.make(world, stage, device, config, faults, fence, make_lists)
     try:
-        parts = Parts(
-            world=world,
-            stage=stage,
-            config=config,
-            device=device,
-            backing=backing,
-            physical=_physical(world, device, config, backing),
-            participant=Participant(Rank(world.rank), FIRST_EPOCH, len(stage.pools)),
-            faults=Injector(faults, world.rank, config.fault_journal),
-            fence=fence or _default_fence(device),
-            store=store if world.size > 1 else None,
-            name=config.ipc_name or unique_name(),
-            make_lists=make_lists,
-        )
-        if parts.store is not None:
-            _agree_on_session(parts, parts.store, session)
+        if store is not None and world.size > 1:
+            parts.store = store
+            _agree_on_session(parts, store, session)
         connect(parts, config.start_timeout_s)
     except BaseException:
-        if parts is not None:
-            parts.faults.close()
-            parts.physical.close()
-            if parts.connections is not None:
-                parts.connections.close()
-        backing.close()
+        parts.faults.close()
+        parts.physical.close()
+        if parts.connections is not None:
+            parts.connections.close()
+        parts.backing.close()
         raise
     return parts
 
@@ -227,31 +94,6 @@ def _agree_on_session(parts: Parts, store: Store, session: str) -> None:
     parts.session = agree_session(parts.connections, session, parts.rank == LEADER, config.start_timeout_s)
     parts.name = config.ipc_name or f"engine-{parts.session:016x}"
     parts.register = EpochRegister(parts.connections, parts.session, parts.rank, config.ipc_timeout_s)
-
-
-def _physical(world: World, device: Device, config: Config, backing: StageBacking) -> PhysicalWorker:
-    # A host device of its own is nobody else's: no turns to take, nothing to leave free.
-    private = device.private
-    turn = None
-    if not private:
-        turn = AdmissionTurn(config.physical_growth_lock_dir, device.card_id, seed=config.seed + world.rank)
-    return PhysicalWorker(
-        rank=Rank(world.rank),
-        device=device,
-        backing=backing,
-        turn=turn,
-        utilization=1.0 if private else config.gpu_utilization,
-        limit_bytes=config.physical_limit_bytes,
-        turn_deadline_s=config.growth_deadline_s,
-    )
-
-
-def _default_fence(device: Device) -> Callable[[], Fence] | None:
-    if device.kind != "cuda":
-        return None
-    from .cuda_fence import CudaFence
-
-    return CudaFence
 
 
 # ---------------------------------------------------------------------- entering an epoch
@@ -395,7 +237,7 @@ def _agent(parts: Parts, replica: Replica) -> Agent:
         participant=parts.participant,
         links=parts.inbox.links if parts.inbox is not None else {},
         worker=parts.physical,
-        timing=_timing(parts.config),
+        timing=timing_of(parts.config),
         describe=parts.world.describe,
         faults=parts.faults if parts.faults.active else None,
         make_fence=parts.fence,
@@ -459,27 +301,27 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
     runs = tuple(Run(DomainId(index), PageId(0), 1) for index in range(len(parts.stage.domains)))
     with agent.entered():
         leader.now = ticks()
-        retry = next((batch for batch in leader.retained if batch.runs == runs), None)
-        leader.open_grow(runs, foreground=True, retry=retry)
-    while leader.txn is not None:
+        retry = next((batch for batch in leader.commit.retained if batch.runs == runs), None)
+        leader.commit.open_grow(runs, foreground=True, retry=retry)
+    while leader.commit.txn is not None:
         if parts.world.size == 1:
-            agent.do_work()
+            agent.work.do()
         with agent.changed:
             agent.raise_if_failed()
-            txn = leader.txn
+            txn = leader.commit.txn
             if txn is not None:
                 if txn.late and time.monotonic() > deadline:
                     what = f"its {txn.step.value} of the null page of every domain"
                     raise WaitTimeout(f"rank(s) {sorted(txn.waiting)}", what, parts.config.start_timeout_s)
                 agent.changed.wait(WAKE_S)
     agent.raise_if_failed()
-    last = leader.closed[-1]
+    last = leader.commit.closed[-1]
     if last.verdict is Verdict.PUBLISHED:
         return True
     cause = last.cause
     if cause is not None and cause.kind in _WAITABLE and time.monotonic() < deadline:
         return False
-    if last.verdict is Verdict.RETAINED and leader.retained:
+    if last.verdict is Verdict.RETAINED and leader.commit.retained:
         return False
     with agent.entered():
         if cause is not None:
@@ -488,4 +330,4 @@ def _try_null_pages(parts: Parts, leader: Leader, deadline: float) -> bool:
     raise WaitTimeout("the null pages", "no cause was reported", parts.config.start_timeout_s)
 
 
-__all__ = ["CLOSE_WAIT_S", "WAKE_S", "ListFactory", "Parts", "assemble", "begin", "connect", "join", "policy_of"]
+__all__ = ["WAKE_S", "assemble", "begin", "connect", "join"]

@@ -13,33 +13,29 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
-from . import observe, startup
-from .agent import Agent, Fence, ticks
-from .coord.core.demand import Foreground
+from . import startup
+from .agent import Fence, ticks
 from .coord.core.entries import Entry, PositionKind
-from .coord.core.errors import GroupFailed
+from .coord.core.errors import InvariantViolation
 from .coord.core.invariants import require
 from .coord.core.leader import Leader
-from .coord.core.limits import LimitAnswer
 from .coord.core.messages import MarkMessage
 from .coord.core.replica import FreeList, OpKind, Replica
 from .coord.core.transaction import TxnStep
-from .coord.core.types import DomainId, Health, Run
+from .coord.core.types import DomainId
 from .coord.links.codec import Decoder, Encoder
-from .physical import PhysicalWorker
-from .pools.backing import StageBacking
+from .parts import Parts
 from .pools.specs import StageSpec
+from .rank import RankCoordinator
 from .world import World
 
 if TYPE_CHECKING:
     from ._native import Device
     from .config import Config
     from .coord.links.bounded import Store
-    from .faults import FaultPlan, Injector
-    from .snapshot import SnapshotWriter
-    from .snapshot_schema import SnapshotState
+    from .faults import FaultPlan
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +58,12 @@ class EngineList(FreeList, Protocol):
     def ids_crc(self) -> int:
         """Checksum of the free ids in their order; 0 where reading them would wait for a device."""
 
+    def verify(self) -> None:
+        """Look at what the device has reported about ids since the last mark; ``InvariantViolation`` if it is bad.
+
+        Never waits for the device.
+        """
+
 
 EngineListFactory = Callable[[Sequence[int], Sequence[int]], Sequence[EngineList]]
 """Free lists of all domains for agreed sizes: blocks and blocks per page of each."""
@@ -82,8 +84,8 @@ class StreamDomain:
 
     @property
     def published(self) -> int:
-        """Ids backed and usable."""
-        return self.free_list.published()
+        """Blocks that are backed and usable, the null block included, which is in no list of the engine."""
+        return self.free_list.published() + 1
 
     @property
     def available(self) -> int:
@@ -96,7 +98,7 @@ class StreamDomain:
         return self._replica.growable(DomainId(self.index))
 
 
-class StreamCoordinator:
+class StreamCoordinator(RankCoordinator[StreamDomain]):
     """Elastic pools of one rank of an engine with an ordered stream.
 
     Make it with :meth:`start`. Rank 0 calls :meth:`decide` before each broadcast and puts the frames, if there are
@@ -105,31 +107,14 @@ class StreamCoordinator:
     Threads: ``decide`` and ``apply`` in the scheduler thread; the rest is safe from any thread.
     """
 
-    def __init__(self, parts: startup.Parts) -> None:
-        self.world: World = parts.world
-        self.stage: StageSpec = parts.stage
-        self.config: Config = parts.config
-        self.device: Device = parts.device
-        self.backing: StageBacking = parts.backing
-        self.physical: PhysicalWorker = parts.physical
-        self.name: str = parts.name
-        self.faults: Injector = parts.faults
-        self.started = time.time()
-        self.misses = 0
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self.marks = 0
         """Marks decided (rank 0) or applied (elsewhere)."""
-        self.domains: dict[str, StreamDomain] = {}
-        self._parts = parts
-        self._agent: Agent
-        self._replica: Replica
-        self._leader: Leader | None = None
-        self._lists: list[EngineList] = []
         self._encoder: Encoder
         self._decoder: Decoder
-        self._writer: SnapshotWriter | None = None
         self._position = 0
         self._next_digest = 0.0
-        self._closed = False
 
     # ------------------------------------------------------------------ life
 
@@ -169,55 +154,19 @@ class StreamCoordinator:
 
         Blocks: at most the start timeout.
         """
-        parts = startup.assemble(world, stage, device, config, store, session, faults, fence, make_lists)
-        coordinator = cls(parts)
-        try:
-            coordinator._enter_epoch()
-            coordinator.faults.arm(device.faults)
-        except BaseException:
-            coordinator.close()
-            raise
-        return coordinator
+        return cls._started(startup.assemble(world, stage, device, config, store, session, faults, fence, make_lists))
 
-    def _enter_epoch(self) -> None:
-        parts = self._parts
-        startup.join(parts, self.config.start_timeout_s)
-        self._agent, self._replica, self._leader = parts.agent, parts.agent.replica, parts.leader
-        self._lists = cast("list[EngineList]", self._replica.free_lists)
+    def _make_domains(self) -> dict[str, StreamDomain]:
+        parts, replica = self._parts, self._replica
         self._encoder = Encoder(parts.session, parts.epoch)
         self._decoder = Decoder(parts.session, parts.epoch)
-        self.domains = {
-            domain.name: StreamDomain(domain.name, index, parts.blocks[index], self._replica, self._lists[index])
+        lists = cast("list[EngineList]", replica.free_lists)
+        return {
+            domain.name: StreamDomain(domain.name, index, parts.blocks[index], replica, lists[index])
             for index, domain in enumerate(self.stage.domains)
         }
-        self._writer = observe.open_writer(self)
-        parts.on_beat.append(self._publish_snapshot)
-        startup.begin(parts)
-        self._publish_snapshot()
-
-    def close(self) -> None:
-        """End in order: tell the others, stop the threads, give all memory back. Idempotent.
-
-        Raises:
-            WaitTimeout: a driver call does not end; the memory is given back with the process.
-
-        Blocks: a few seconds at most.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._parts.close()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
 
     # ------------------------------------------------------------------ the stream
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self._leader is not None
 
     def decide(self, wanted: Mapping[str, int], *, idle: bool) -> tuple[bytes, ...]:
         """Decide what the broadcast that follows at once carries. Rank 0 only.
@@ -249,7 +198,7 @@ class StreamCoordinator:
             if not short:
                 return self._mark(leader)
             waiting = leader.demand.wait_for(short)
-        self._await(waiting)
+        self._await_verdict(waiting, time.monotonic() + self.config.growth_deadline_s)
         with agent.entered():
             # A rank lost since the verdict has taken the entries with it that the verdict counts on.
             agent.raise_if_failed()
@@ -259,7 +208,7 @@ class StreamCoordinator:
 
     def _reachable(self, leader: Leader, wanted: Mapping[str, int]) -> dict[DomainId, int]:
         """What one growth can bring ``wanted`` closer to, per domain that is short."""
-        if leader.txn is not None and leader.txn.step in _GIVING_BACK:
+        if leader.commit.txn is not None and leader.commit.txn.step in _GIVING_BACK:
             return {}
         short: dict[DomainId, int] = {}
         for name, blocks in wanted.items():
@@ -270,21 +219,6 @@ class StreamCoordinator:
                 if most > free:
                     short[domain] = min(blocks, most)
         return short
-
-    def _await(self, waiting: Foreground) -> None:
-        agent = self._agent
-        deadline = time.monotonic() + self.config.growth_deadline_s
-        while waiting.verdict is None and (left := deadline - time.monotonic()) > 0:
-            if self.world.size == 1:
-                agent.do_work()
-            with agent.changed:
-                agent.raise_if_failed()
-                if waiting.verdict is None:
-                    agent.wait(lambda: waiting.verdict is not None, min(left, startup.WAKE_S))
-            if waiting.verdict is None:
-                # The clock does this too; the deadline must hold also where that thread is held up.
-                agent.tick()
-        agent.raise_if_failed()
 
     def _mark(self, leader: Leader) -> tuple[bytes, ...]:
         """Close the log here; under the agent's lock, in the call that broadcasts (rule M5)."""
@@ -334,84 +268,24 @@ class StreamCoordinator:
                 self._leader.demand.background()
         return mark.entries
 
+    def broken(self, violation: InvariantViolation) -> NoReturn:
+        """The engine broke a rule on this rank: the coordinator fails, and every rank learns the cause.
+
+        Raises:
+            GroupFailed: always; the first cause, which may be an older one.
+        """
+        with self._agent.entered():
+            raise violation
+        raise violation
+
     def _record_lists(self) -> None:
         """Enter the lists as they stand into the digest that the mark carries."""
         for domain in self.domains.values():
+            domain.free_list.verify()
             self._replica.record(
                 OpKind.LISTS, DomainId(domain.index), domain.free_list.published(), domain.free_list.ids_crc()
             )
         self._replica.end_op()
-
-    def evict(self, tokens: int) -> None:
-        """Log an eviction: every rank sees ``Evict(tokens)`` in the next mark. No effect on followers."""
-        if self._leader is not None:
-            with self._agent.entered():
-                self._leader.evict(tokens)
-
-    # ------------------------------------------------------------------ limits and reading
-
-    def register_runtime_pool(self, name: str, size_bytes: int) -> None:
-        """Account for a pool that the engine keeps itself, as ``Coordinator.register_runtime_pool``."""
-        self.physical.register_runtime_pool(name, size_bytes)
-
-    def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
-        """Set the physical limit of every rank, as ``Coordinator.set_limit``. On rank 0 only."""
-        if self._leader is None:
-            raise ValueError(f"rank {self.world.rank}: limits are set on rank 0, which puts them into the log")
-        with self._agent.entered():
-            return self._leader.limits.request(limit_bytes, revision)
-
-    @property
-    def overage_bytes(self) -> int:
-        """Bytes that the fullest rank holds above the limit; 0 on followers."""
-        return 0 if self._leader is None else self._leader.limits.overage_bytes()
-
-    @property
-    def digest(self) -> int:
-        """Rolling digest over the lists at all marks; equal on all ranks at equal marks."""
-        return self._replica.digest
-
-    @property
-    def health(self) -> dict[str, Health]:
-        """Health per domain."""
-        if self.failure is not None:
-            return dict.fromkeys(self.domains, Health.FAILED)
-        bad = {run.domain for run in self._replica.quarantined}
-        return {
-            name: Health.DEGRADED if domain.index in bad else Health.HEALTHY for name, domain in self.domains.items()
-        }
-
-    @property
-    def quarantined(self) -> frozenset[Run]:
-        """Runs that could not be mapped and are out of use."""
-        return self._replica.quarantined
-
-    @property
-    def failure(self) -> GroupFailed | None:
-        """The first cause, once the coordinator has failed."""
-        return self._agent.failure
-
-    def await_failure(self, timeout_s: float) -> GroupFailed | None:
-        """Wait for the first cause; ``None`` if the coordinator is still well after ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        with self._agent.changed:
-            while self._agent.failure is None and (left := deadline - time.monotonic()) > 0:
-                self._agent.changed.wait(left)
-        return self._agent.failure
-
-    @property
-    def stats(self) -> observe.Stats:
-        """Counters and durations since the start."""
-        return observe.stats(self, self._agent, self._leader)
-
-    def snapshot(self) -> SnapshotState:
-        """What ``kvcached-dist status`` shows of this rank."""
-        return observe.snapshot(self, self._agent, self._leader)
-
-    def _publish_snapshot(self) -> None:
-        self.faults.collect()
-        if self._writer is not None and not self._closed:
-            self._writer.publish(self.snapshot())
 
 
 __all__ = ["EngineList", "EngineListFactory", "StreamCoordinator", "StreamDomain"]

@@ -35,7 +35,7 @@ LANES = (
     Lane("links", ("links", "coordinator"), "real gloo links and stores on the loopback interface"),
     Lane("ray", ("chaos",), "Ray actors on this machine"),
     Lane("model", ("model",), "spin"),
-    Lane("sglang", ("sglang",), "SGLang: ./scripts/test --sglang", ci=False),
+    Lane("sglang", ("sglang",), "SGLang, in an environment of its own: ./scripts/test --sglang"),
     Lane("gpu", ("gpu",), "a CUDA device", ci=False),
 )
 

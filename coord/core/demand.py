@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
-from .policy import Policy, RunLength, growth_target
+from .policy import Policy, RecentPeak, RunLength, growth_target
 from .transaction import QUERIES_MAX, Retained, Transaction, TxnStep
 from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 RUNS_PER_TXN_MAX = 64
 """Runs of one transaction; bounds frames and the work of one agent turn."""
+
+SPARE_SHARE = 4
+"""One part in so many of what could still be grown may be held ready beyond the demand of the next step."""
 
 REFUSALS_MAX = 2
 """Refused grows for one waiting operation before it is a miss."""
@@ -60,6 +63,7 @@ class Demand:
         self.idle = False
         self.foreground: Foreground | None = None
         self._run_length = [RunLength(leader.policy) for _ in range(domains)]
+        self._peaks = [RecentPeak(leader.policy.demand_window) for _ in range(domains)]
         self._logged_growable = [-1] * domains
 
     # ------------------------------------------------------------------ foreground
@@ -84,9 +88,9 @@ class Demand:
         if not short:
             waiting.verdict = True
             return
-        txn = leader.txn
+        txn = leader.commit.txn
         if txn is not None and txn.step is TxnStep.DRAINING:
-            leader.cancel_retirement("an operation needs the blocks")
+            leader.commit.cancel_retirement("an operation needs the blocks")
             self.advance()
         elif leader.now >= waiting.deadline or (txn is not None and txn.late) or waiting.refusals >= REFUSALS_MAX:
             waiting.verdict = False
@@ -108,7 +112,12 @@ class Demand:
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
-        if leader.txn is not None or not leader.active or leader.quiescent():
+        for peak, blocks in zip(self._peaks, self.step_blocks, strict=True):
+            if self.idle:
+                peak.forget()
+            else:
+                peak.note(blocks, leader.now)
+        if leader.commit.txn is not None or not leader.active or leader.quiescent():
             return
         wanted = {domain: pages for domain in self._domains() if (pages := self._background_target(domain)) > 0}
         if wanted:
@@ -128,7 +137,7 @@ class Demand:
             return False
         retry = self._retry_for(wanted)
         if retry is not None:
-            leader.open_grow(retry.runs, foreground=waiting is not None, retry=retry)
+            leader.commit.open_grow(retry.runs, foreground=waiting is not None, retry=retry)
             return True
         if not self._affordable(wanted):
             return False
@@ -142,13 +151,13 @@ class Demand:
             if sum(run.count for run in picked) < wanted[domain]:
                 return False
             runs.extend(picked)
-        leader.open_grow(tuple(runs[:RUNS_PER_TXN_MAX]), foreground=waiting is not None)
+        leader.commit.open_grow(tuple(runs[:RUNS_PER_TXN_MAX]), foreground=waiting is not None)
         return True
 
     def _retry_for(self, wanted: Mapping[DomainId, int]) -> Retained | None:
         """Retained runs that this demand may adopt: all of a batch or none of it."""
         leader = self._leader
-        for batch in leader.retained:
+        for batch in leader.commit.retained:
             pages = batch.pages()
             if all(wanted.get(DomainId(domain), 0) >= count for domain, count in pages.items()):
                 return batch
@@ -227,7 +236,7 @@ class Demand:
         """Whether nothing is open, nothing is due and nothing could be given back or grown."""
         leader = self._leader
         changes = any(isinstance(entry, Publish | Retire | Unretire | Reclaimed) for entry in entries)
-        if changes or leader.txn is not None or leader.due() or leader.retained or not leader.active:
+        if changes or leader.commit.txn is not None or leader.log.due() or leader.commit.retained or not leader.active:
             return False
         if leader.reclaim.paused():
             return False
@@ -239,10 +248,17 @@ class Demand:
         return [DomainId(domain) for domain in range(len(self._leader.tables))]
 
     def low_pages(self, domain: DomainId) -> int:
-        """Growth watermark in pages: the reserve, or what one step can take."""
+        """Growth watermark in pages: the reserve, or what one step can take.
+
+        While busy also what a step took lately, out of memory that is not short: a neighbour is not kept waiting.
+        """
         leader = self._leader
-        step_pages = -(-self.step_blocks[domain] // leader.replica.blocks_per_page[domain])
-        return min(max(leader.policy.reserved_pages_min, step_pages), leader.tables[domain].pages - 1)
+        per_page = leader.replica.blocks_per_page[domain]
+        pages = -(-self.step_blocks[domain] // per_page)
+        recent = -(-self._peaks[domain].blocks // per_page)
+        if recent > pages and not self.idle:
+            pages += min(recent - pages, self._affordable_pages(domain) // SPARE_SHARE)
+        return min(max(leader.policy.reserved_pages_min, pages), leader.tables[domain].pages - 1)
 
     def free_pages(self, domain: DomainId, *, due: bool = True) -> int:
         """Published free pages; with ``due`` also those that the next mark publishes."""

@@ -87,7 +87,7 @@ class Limits:
             return self._answer(LimitStatus.REFUSED, "a domain owns quarantined pages")
         if revision > newest.revision:
             self._newest = Limit(revision, limit_bytes)
-            leader.log_entry(self._newest)
+            leader.log.append(self._newest)
         over = self.overage_bytes()
         status = LimitStatus.DEFERRED if over else LimitStatus.APPLIED
         return self._answer(status, f"the fullest rank holds {over} bytes above it" if over else "")

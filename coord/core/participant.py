@@ -1,126 +1,39 @@
-"""The physical side of one rank: which runs hold memory here, and what became of each transaction.
+"""The physical side of one rank: it receives the leader's messages, asks for driver work and answers.
 
-Every rank has one, the leader too. It receives the leader's messages, asks for driver work and answers.
-It never decides a transaction: after ``RESERVED`` or ``MAPPED`` it waits for the leader.
-
-State of a run on this rank::
-
-    ABSENT --reserve--> RESERVED --map--> MAPPED --publish--> PUBLISHED --retire--> RETIRED
-      ^ ^                  |  |             ^  |retire(retained) ^    |unretire        |unmap
-      | +------abort-------+  +-map failed->PARTIAL              +----+                v
-      +------------------------------release--------------------------------------- UNMAPPED
-                                                          RETIRED/UNMAPPED --restore--> MAPPED
-
-MAPPED and PARTIAL runs that were not published are *retained*: only a retry of the identical runs may
-adopt them, or a logged retirement may give them back.
+Every rank has one, the leader too. It never decides a transaction: after ``RESERVED`` or ``MAPPED`` it waits for
+the leader. What the rank holds is in :mod:`.runs`, what it knows of each transaction in :mod:`.records`, its way
+into an epoch in :mod:`.join`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-from . import epoch as epoch_change
 from .effects import Effect, Note, Send, TakeFence, Work, WorkDone, WorkKind
 from .invariants import require
+from .join import Join
 from .messages import (
     Abort,
     Drained,
     Fail,
     Joined,
     Map,
-    MapFailed,
-    Mapped,
     Message,
     Query,
-    Refused,
     Release,
-    Released,
-    ReleaseFailed,
     Reserve,
-    Reserved,
     Restore,
-    Restored,
-    RestoreFailed,
     Snapshot,
     State,
     TxnMessage,
     Unmap,
-    UnmapFailed,
-    Unmapped,
 )
-from .types import Cause, DomainId, Epoch, PageId, Rank, Run, Txn, TxnPhase
+from .records import PHASE_AFTER, Record, Records, answer_of
+from .runs import RETAINED, RunState, RunTable
+from .types import Cause, Epoch, Rank, Run, Txn, TxnPhase
 
 LEADER = Rank(0)
-
-FINISHED_MAX = 4096
-"""Finished transactions whose outcome is remembered for late or repeated messages."""
-
-
-class RunState(Enum):
-    """What this rank holds for a run. ABSENT runs have no record."""
-
-    RESERVED = "reserved"
-    MAPPED = "mapped"
-    PARTIAL = "partial"
-    PUBLISHED = "published"
-    RETIRED = "retired"
-    UNMAPPED = "unmapped"
-    STUCK = "stuck"
-    """The driver refused to release it; the handle stays in the count."""
-
-
-_RUN_EDGES: dict[RunState | None, frozenset[RunState | None]] = {
-    None: frozenset({RunState.RESERVED}),
-    RunState.RESERVED: frozenset({None, RunState.MAPPED, RunState.PARTIAL}),
-    RunState.MAPPED: frozenset({RunState.MAPPED, RunState.PARTIAL, RunState.PUBLISHED, RunState.RETIRED}),
-    RunState.PARTIAL: frozenset({RunState.MAPPED, RunState.PARTIAL, RunState.RETIRED}),
-    RunState.PUBLISHED: frozenset({RunState.RETIRED}),
-    RunState.RETIRED: frozenset({RunState.PUBLISHED, RunState.MAPPED, RunState.PARTIAL, RunState.UNMAPPED}),
-    RunState.UNMAPPED: frozenset({None, RunState.MAPPED, RunState.PARTIAL, RunState.UNMAPPED, RunState.STUCK}),
-    RunState.STUCK: frozenset({None, RunState.STUCK}),
-}
-"""The transition table; ``None`` is ABSENT. ``Participant._become`` refuses every edge that is not here."""
-
-_RETAINED = (RunState.MAPPED, RunState.PARTIAL)
-
-_TOUCHED = (TxnPhase.UNMAPPED, TxnPhase.UNMAP_FAILED, TxnPhase.RESTORE_FAILED)
-"""Phases after which a retired run may be partly unmapped."""
-
-_DONE_PHASE: dict[WorkKind, tuple[TxnPhase, TxnPhase]] = {
-    WorkKind.RESERVE: (TxnPhase.RESERVED, TxnPhase.REFUSED),
-    WorkKind.ABORT: (TxnPhase.ABORTED, TxnPhase.ABORTED),
-    WorkKind.MAP: (TxnPhase.MAPPED, TxnPhase.MAP_FAILED),
-    WorkKind.UNMAP: (TxnPhase.UNMAPPED, TxnPhase.UNMAP_FAILED),
-    WorkKind.RESTORE: (TxnPhase.RESTORED, TxnPhase.RESTORE_FAILED),
-    WorkKind.RELEASE: (TxnPhase.RELEASED, TxnPhase.RELEASE_FAILED),
-}
-
-
-@dataclass(slots=True)
-class _Record:
-    """What this rank knows of one transaction."""
-
-    txn: Txn
-    runs: tuple[Run, ...]
-    phase: TxnPhase
-    cause: Cause | None = None
-    adopted: bool = False
-    """A grow over retained runs: an abort leaves them retained."""
-    retained: bool = False
-    """A retirement of runs that were never published."""
-    before: dict[Run, RunState] = field(default_factory=dict)
-    """States at RETIRE, for UNRETIRE."""
-    queued: list[WorkKind] = field(default_factory=list)
-    """Driver work issued and not yet reported, oldest first."""
-    issued: set[WorkKind] = field(default_factory=set)
-    """Driver work ever issued: a message that asks for it again is a duplicate, however late (S9)."""
-    aborting: bool = False
-    restoring: bool = False
 
 
 class Participant:
@@ -140,12 +53,9 @@ class Participant:
         self.handles: tuple[int, ...] = (0,) * pools
         self.stale_messages = 0
         self.newest_txn = Txn(0)
-        self._runs: dict[Run, RunState] = {}
-        self._held: dict[DomainId, list[Run]] = {}
-        """The keys of ``_runs`` per domain, by first page."""
-        self._records: OrderedDict[Txn, _Record] = OrderedDict()
-        self._join: deque[Work] = deque()
-        self._joining = False
+        self.held = RunTable(rank)
+        self._records = Records()
+        self._join: Join | None = None
         self._out: list[Effect] = []
 
     # ------------------------------------------------------------------ reading
@@ -157,14 +67,7 @@ class Participant:
 
     def phase(self, txn: Txn) -> TxnPhase:
         """What this rank answers to a query about ``txn``."""
-        record = self._records.get(txn)
-        if record is None:
-            return TxnPhase.UNKNOWN
-        return TxnPhase.RUNNING if record.queued else record.phase
-
-    def runs(self, *states: RunState) -> list[Run]:
-        """Runs in one of ``states`` (all runs that hold memory, without arguments), in id order."""
-        return sorted(run for run, state in self._runs.items() if not states or state in states)
+        return self._records.seen(txn)
 
     def quiet_txn(self) -> Txn:
         """Newest transaction seen, or 0 while driver work is queued or a reservation waits for its verdict.
@@ -197,19 +100,19 @@ class Participant:
             self._answer_again(message.txn)
             return
         self._adopt_cancelled(message.runs)
-        states = [self._runs.get(run) for run in message.runs]
-        adopted = all(state in _RETAINED for state in states)
-        if not adopted and any(self._overlaps_held(run) for run in message.runs):
+        states = [self.held.state(run) for run in message.runs]
+        adopted = all(state in RETAINED for state in states)
+        if not adopted and any(self.held.overlaps(run) for run in message.runs):
             held = [f"{run}={state}" for run, state in zip(message.runs, states, strict=True)]
             require(False, "S6", f"rank {self.rank}: RESERVE txn={message.txn} over runs that hold memory here: {held}")
-        record = self._remember(_Record(message.txn, message.runs, TxnPhase.RUNNING, adopted=adopted))
+        record = self._records.remember(Record(message.txn, message.runs, TxnPhase.RUNNING, adopted=adopted))
         if not adopted:
-            self._become(message.runs, RunState.RESERVED)
+            self.held.become(message.runs, RunState.RESERVED)
         self._issue(record, WorkKind.RESERVE)
 
     def _adopt_cancelled(self, runs: tuple[Run, ...]) -> None:
         """A RESERVE over retained runs in retirement says that it was cancelled; the UNRETIRE follows in the stream."""
-        if any(self._runs.get(run) is not RunState.RETIRED for run in runs):
+        if any(self.held.state(run) is not RunState.RETIRED for run in runs):
             return
         for record in reversed(self._records.values()):
             if record.retained and record.runs == runs and record.phase in (TxnPhase.RETIRED, TxnPhase.DRAINED):
@@ -220,7 +123,7 @@ class Participant:
     def _on_abort(self, message: Abort) -> None:
         record = self._records.get(message.txn)
         if record is None:
-            self._remember(_Record(message.txn, (), TxnPhase.ABORTED))
+            self._records.remember(Record(message.txn, (), TxnPhase.ABORTED))
             return
         if record.phase in (TxnPhase.ABORTED, TxnPhase.REFUSED) or record.aborting:
             return
@@ -233,7 +136,7 @@ class Participant:
         # The runs are free for the leader from here on: its next RESERVE may name them before the work behind this
         # one is done. Work is done in order, so that the next RESERVE finds what this ABORT has left.
         if not record.adopted:
-            self._become(record.runs, None)
+            self.held.become(record.runs, None)
         self._issue(record, WorkKind.ABORT)
 
     def _on_map(self, message: Map) -> None:
@@ -303,26 +206,26 @@ class Participant:
             f"rank {self.rank}: PUBLISH txn={txn} {_names(runs)} but this rank is in phase {phase.name}",
         )
         for run in runs:
-            if self._runs.get(run) is not RunState.MAPPED:
+            if self.held.state(run) is not RunState.MAPPED:
                 require(False, "S3", f"rank {self.rank}: PUBLISH of {run}, not mapped")
-        self._become(runs, RunState.PUBLISHED)
+        self.held.become(runs, RunState.PUBLISHED)
 
     def retire(self, txn: Txn, runs: tuple[Run, ...], retained: bool) -> None:
         """A ``Retire`` entry took effect on this rank; asks for a fence."""
-        allowed = _RETAINED if retained else (RunState.PUBLISHED,)
+        allowed = RETAINED if retained else (RunState.PUBLISHED,)
         if retained:
             # A rank that was restarted meanwhile holds nothing for runs that were never published (rule M1).
-            runs = tuple(run for run in runs if run in self._runs)
+            runs = tuple(run for run in runs if self.held.state(run) is not None)
         before: dict[Run, RunState] = {}
         for run in runs:
-            state = self._runs.get(run)
+            state = self.held.state(run)
             require(state in allowed, "S6", f"rank {self.rank}: RETIRE txn={txn} of {run} in state {state}")
             assert state is not None
             before[run] = state
-        record = _Record(txn, runs, TxnPhase.RETIRED, retained=retained, before=before)
-        self._remember(record)
+        record = Record(txn, runs, TxnPhase.RETIRED, retained=retained, before=before)
+        self._records.remember(record)
         self.newest_txn = Txn(max(self.newest_txn, txn))
-        self._become(runs, RunState.RETIRED)
+        self.held.become(runs, RunState.RETIRED)
         self._out.append(TakeFence(txn))
 
     def unretire(self, txn: Txn) -> None:
@@ -338,9 +241,9 @@ class Participant:
         assert record is not None
         self._take_back(record)
 
-    def _take_back(self, record: _Record) -> None:
+    def _take_back(self, record: Record) -> None:
         for run in record.runs:
-            self._become((run,), record.before[run])
+            self.held.become((run,), record.before[run])
         self._enter(record, TxnPhase.CANCELLED, None)
 
     # ------------------------------------------------------------------ change of epoch
@@ -356,79 +259,22 @@ class Participant:
             f"rank {self.rank}: snapshot of epoch {message.epoch} while driver work is under way",
         )
         self.epoch = message.epoch
-        self._join = epoch_change.plan_join(self, message)
-        self._joining = True
+        self._join = Join(self.rank, self.held, self._records, message)
         self._records.clear()
-        self._continue_join()
+        self._continue(self._join)
 
     @property
     def joining(self) -> bool:
         """Whether the work of a snapshot is not finished (or has failed)."""
-        return self._joining
+        return self._join is not None
 
-    def settle_published(self, run: Run) -> bool:
-        """A run that the snapshot publishes: whether it is mapped here without further driver work."""
-        state = self._runs[run]
-        touched = any(run in record.runs and record.phase in _TOUCHED for record in self._records.values())
-        require(
-            state not in (RunState.RESERVED, RunState.PARTIAL, RunState.STUCK),
-            "S3",
-            f"rank {self.rank}: the snapshot publishes {run}, which is {state.value} here",
-        )
-        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):
-            return False
-        if state is not RunState.PUBLISHED:
-            self._become((run,), RunState.PUBLISHED)
-        return True
-
-    def unmapped_runs(self) -> list[Run]:
-        """Runs that hold memory here and are mapped no more."""
-        return self.runs(RunState.UNMAPPED, RunState.STUCK)
-
-    def settle_retained(self, run: Run) -> None:
-        """A run that the snapshot retains stays as it is; what is not known to be mapped counts as partial."""
-        if self._runs[run] not in _RETAINED:
-            self._become((run,), RunState.PARTIAL)
-
-    def reservation_of(self, run: Run) -> Txn | None:
-        """Transaction that holds handles for a run which was never mapped."""
-        if self._runs[run] is not RunState.RESERVED:
-            return None
-        return next(txn for txn, record in reversed(self._records.items()) if run in record.runs)
-
-    def runs_of(self, txn: Txn) -> tuple[Run, ...]:
-        """Runs of a transaction of this epoch."""
-        return self._records[txn].runs
-
-    def _continue_join(self) -> None:
-        if self._join:
-            self._out.append(self._join[0])
+    def _continue(self, join: Join) -> None:
+        work = join.work
+        if work is not None:
+            self._out.append(work)
             return
-        self._joining = False
+        self._join = None
         self._send(Joined(self.epoch, self.handles))
-
-    def _join_done(self, done: WorkDone) -> None:
-        work = self._join.popleft()
-        require(
-            (work.kind, work.txn) == (done.kind, done.txn),
-            "S6",
-            f"rank {self.rank}: {done.kind.name} finished while the join waits for {work.kind.name}",
-        )
-        if done.cause is not None:
-            self._join.clear()
-            self._send(Fail(self.epoch, done.cause))
-            return
-        match work.kind:
-            case WorkKind.UNMAP:
-                self._become(work.runs, RunState.UNMAPPED)
-            case WorkKind.ABORT | WorkKind.RELEASE:
-                self._become(work.runs, None)
-            case WorkKind.RESERVE:
-                self._become(work.runs, RunState.RESERVED)
-            case WorkKind.MAP | WorkKind.RESTORE:
-                self._become(work.runs, RunState.MAPPED)
-                self._become(work.runs, RunState.PUBLISHED)
-        self._continue_join()
 
     # ------------------------------------------------------------------ completions
 
@@ -442,9 +288,13 @@ class Participant:
 
     def on_work_done(self, done: WorkDone) -> None:
         """Driver work has finished; the oldest issued first."""
-        if self._joining:
+        if self._join is not None:
             self.handles = done.handles
-            self._join_done(done)
+            self._join.done(done)
+            if done.cause is None:
+                self._continue(self._join)
+            else:
+                self._send(Fail(self.epoch, done.cause))
             return
         record = self._records[done.txn]
         require(
@@ -454,7 +304,7 @@ class Participant:
         )
         record.queued.pop(0)
         self.handles = done.handles
-        good, bad = _DONE_PHASE[done.kind]
+        good, bad = PHASE_AFTER[done.kind]
         self._enter(record, good if done.cause is None else bad, done.cause)
         self._settle_runs(record, done)
         if record.aborting and done.kind is WorkKind.RESERVE:
@@ -467,56 +317,32 @@ class Participant:
             # A handle that cannot be given back stays in the count; the leader's would differ for ever (S7, S10).
             self._send(Fail(self.epoch, done.cause))
 
-    def _settle_runs(self, record: _Record, done: WorkDone) -> None:
+    def _settle_runs(self, record: Record, done: WorkDone) -> None:
         """Move the runs of a transaction to where its driver work has left them."""
         ok = done.cause is None
         match done.kind:
             case WorkKind.RESERVE if not ok and not record.adopted and not record.aborting:
-                self._become(record.runs, None)
+                self.held.become(record.runs, None)
             case WorkKind.MAP:
-                self._become(record.runs, RunState.MAPPED if ok else RunState.PARTIAL)
+                self.held.become(record.runs, RunState.MAPPED if ok else RunState.PARTIAL)
             case WorkKind.UNMAP if ok:
-                self._become(record.runs, RunState.UNMAPPED)
+                self.held.become(record.runs, RunState.UNMAPPED)
             case WorkKind.RESTORE if ok:
-                self._become(record.runs, RunState.MAPPED)
+                self.held.become(record.runs, RunState.MAPPED)
             case WorkKind.RELEASE:
-                self._become(record.runs, None if ok else RunState.STUCK)
+                self.held.become(record.runs, None if ok else RunState.STUCK)
             case _:
                 pass
 
     # ------------------------------------------------------------------ inner
 
     def _answer_again(self, txn: Txn) -> None:
-        """Send the answer that fits the phase (S9: duplicates get the same answer). Silent while work runs."""
-        record = self._records[txn]
-        if record.queued:
-            return
-        cause = record.cause
-        match record.phase:
-            case TxnPhase.RESERVED:
-                self._send(Reserved(self.epoch, txn, self.handles))
-            case TxnPhase.REFUSED if cause is not None:
-                self._send(Refused(self.epoch, txn, cause))
-            case TxnPhase.MAPPED:
-                self._send(Mapped(self.epoch, txn))
-            case TxnPhase.MAP_FAILED if cause is not None:
-                self._send(MapFailed(self.epoch, txn, cause))
-            case TxnPhase.UNMAPPED:
-                self._send(Unmapped(self.epoch, txn))
-            case TxnPhase.UNMAP_FAILED if cause is not None:
-                self._send(UnmapFailed(self.epoch, txn, cause))
-            case TxnPhase.RESTORED:
-                self._send(Restored(self.epoch, txn))
-            case TxnPhase.RESTORE_FAILED if cause is not None:
-                self._send(RestoreFailed(self.epoch, txn, cause))
-            case TxnPhase.RELEASED:
-                self._send(Released(self.epoch, txn, self.handles))
-            case TxnPhase.RELEASE_FAILED if cause is not None:
-                self._send(ReleaseFailed(self.epoch, txn, cause))
-            case _:
-                pass
+        """Send the answer that fits the phase. Silent while work runs."""
+        answer = answer_of(self._records[txn], self.epoch, self.handles)
+        if answer is not None:
+            self._send(answer)
 
-    def _known(self, message: TxnMessage) -> _Record:
+    def _known(self, message: TxnMessage) -> Record:
         record = self._records.get(message.txn)
         require(
             record is not None,
@@ -526,51 +352,18 @@ class Participant:
         assert record is not None
         return record
 
-    def _remember(self, record: _Record) -> _Record:
-        self._records[record.txn] = record
-        while len(self._records) > FINISHED_MAX:
-            self._records.popitem(last=False)
-        return record
-
-    def _issue(self, record: _Record, kind: WorkKind) -> None:
+    def _issue(self, record: Record, kind: WorkKind) -> None:
         record.queued.append(kind)
         record.issued.add(kind)
         self._out.append(Work(kind, record.txn, record.runs))
 
-    def _overlaps_held(self, run: Run) -> bool:
-        """Whether a page of the run holds memory here."""
-        # Held runs are disjoint: only the last one that begins before this run's end can reach into it.
-        held = self._held.get(run.domain, [])
-        at = bisect_left(held, PageId(run.end), key=_first) - 1
-        return at >= 0 and held[at].end > run.first
-
-    def _become(self, runs: tuple[Run, ...], state: RunState | None) -> None:
-        """The only writer of run states; refuses an edge that is not in the table."""
-        for run in runs:
-            old = self._runs.get(run)
-            if state not in _RUN_EDGES[old]:
-                require(False, "S6", f"rank {self.rank}: {run} from {old} to {state}")
-            if state is None:
-                if self._runs.pop(run, None) is not None:
-                    held = self._held[run.domain]
-                    held.pop(bisect_left(held, run.first, key=_first))
-                continue
-            if old is None:
-                insort(self._held.setdefault(run.domain, []), run, key=_first)
-            self._runs[run] = state
-
-    def _enter(self, record: _Record, phase: TxnPhase, cause: Cause | None) -> None:
-        record.phase = phase
-        record.cause = cause
+    def _enter(self, record: Record, phase: TxnPhase, cause: Cause | None) -> None:
+        record.enter(phase, cause)
         text = f"event=participant rank={self.rank} epoch={self.epoch} txn={record.txn} phase={phase.name.lower()}"
         self._out.append(Note(text if cause is None else f"{text} cause={cause}"))
 
     def _send(self, message: Message) -> None:
         self._out.append(Send(LEADER, message))
-
-
-def _first(run: Run) -> PageId:
-    return run.first
 
 
 def _names(runs: tuple[Run, ...]) -> str:

@@ -23,6 +23,7 @@ class Policy:
         reserved_pages_min: published free pages below which the leader grows in the background.
         reserved_pages_max: published free pages above which it gives back while busy.
         reclaim_interval_steps: engine steps between two reclaims while busy.
+        demand_window: how long the largest demand of a step is remembered while busy; 0: not at all.
         backoff_min: first pause after a refusal.
         backoff_max: longest pause.
         rejoin: a lost follower ends the epoch, not the coordinator.
@@ -39,6 +40,7 @@ class Policy:
     reserved_pages_min: int = 5
     reserved_pages_max: int = 10
     reclaim_interval_steps: int = 16
+    demand_window: int = 2_000_000
     backoff_min: int = 50_000
     backoff_max: int = 2_000_000
     rejoin: bool = False
@@ -66,6 +68,38 @@ class RunLength:
     def relaxed(self) -> None:
         """Demand went away, or memory is short."""
         self.pages = self._policy.run_pages_min
+
+
+class RecentPeak:
+    """Largest demand of one step in the last one to two windows.
+
+    The demand of a step jumps whenever prompts arrive. Growth that follows every jump, and a reclaim after it, would
+    put driver calls on the critical path of each prompt; what was needed a moment ago is kept ready instead.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._ends = Tick(0)
+        self._current = 0
+        self._previous = 0
+
+    def note(self, blocks: int, now: Tick) -> None:
+        """The demand of a step."""
+        if now >= self._ends:
+            fresh = now < self._ends + self._window
+            self._previous = self._current if fresh else 0
+            self._current = 0
+            self._ends = Tick(now + self._window)
+        self._current = max(self._current, blocks)
+
+    def forget(self) -> None:
+        """Demand is over."""
+        self._current = self._previous = 0
+
+    @property
+    def blocks(self) -> int:
+        """The largest demand noted."""
+        return max(self._current, self._previous) if self._window else 0
 
 
 class Backoff:

@@ -32,18 +32,18 @@ class Reclaim:
         """RETIRE of runs that are entirely free at this very point, SORT where only their scatter is in the way."""
         leader = self._leader
         self._steps += 1
-        if leader.txn is not None or not leader.active or leader.quiescent() or self.paused():
+        if leader.commit.txn is not None or not leader.active or leader.quiescent() or self.paused():
             return []
         idle = leader.demand.idle
-        if idle and leader.retained:
-            return [leader.open_reclaim(leader.retained[0].runs, retained=True)]
+        if idle and leader.commit.retained:
+            return [leader.commit.open_reclaim(leader.commit.retained[0].runs, retained=True)]
         pressed = idle or leader.limits.overage_bytes() > 0
         if not pressed and self._steps % leader.policy.reclaim_interval_steps:
             return []
         runs, scattered = self._free_runs(pressed)
         if runs:
             leader.demand.relaxed(runs)
-            return [leader.open_reclaim(tuple(runs), retained=False)]
+            return [leader.commit.open_reclaim(tuple(runs), retained=False)]
         return [] if pressed and idle else self._sort(scattered)
 
     def failed(self) -> None:
@@ -62,7 +62,7 @@ class Reclaim:
         leader = self._leader
         low = leader.demand.low_pages(domain)
         free = leader.demand.free_pages(domain)
-        if free <= low or self.paused() or leader.txn is not None:
+        if free <= low or self.paused() or leader.commit.txn is not None:
             return 0
         free_list = leader.replica.free_lists[domain]
         for run in leader.tables[domain].runs(PageState.PUBLISHED):

@@ -27,7 +27,7 @@ from .entries import (
     Sort,
     Unretire,
 )
-from .errors import Divergence
+from .errors import Divergence, InvariantViolation
 from .invariants import require
 from .messages import Snapshot
 from .types import Cause, DomainId, Rank, Run, Txn
@@ -71,10 +71,10 @@ class FreeList(Protocol):
         """Add the blocks of these pages, all free."""
 
     def retire(self, first_page: int, count: int) -> None:
-        """Remove the blocks of these pages; an error unless all are published and free."""
+        """Remove the blocks of these pages; ``ValueError`` unless all are published and free."""
 
     def run_is_free(self, first_page: int, count: int) -> bool:
-        """Whether every block of these pages is published and free."""
+        """Whether every block of these pages is known to be published and free; asked where runs are picked."""
 
     def sort(self) -> None:
         """Put the list in id order (low ids first)."""
@@ -229,10 +229,9 @@ class Replica:
     def _remove(self, txn: Txn, runs: tuple[Run, ...]) -> None:
         for run in runs:
             free_list = self.free_lists[run.domain]
-            require(
-                free_list.run_is_free(run.first, run.count),
-                "S6",
-                f"rank {self.rank}: RETIRE txn={txn} of {run}, which is not entirely free here",
-            )
-            free_list.retire(run.first, run.count)
+            try:
+                free_list.retire(run.first, run.count)
+            except ValueError as error:
+                what = f"rank {self.rank}: RETIRE txn={txn} of {run}, which is not entirely free here ({error})"
+                raise InvariantViolation("S6", what) from error
             self._retiring[run.domain] += run.count * self.blocks_per_page[run.domain]

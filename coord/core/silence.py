@@ -53,24 +53,24 @@ class Silence:
             return
         self._check_leases()
         leader = self._leader
-        txn = leader.txn
+        txn = leader.commit.txn
         if txn is None or not leader.active:
             return
         overdue = [rank for rank, pending in sorted(txn.waiting.items()) if leader.now >= pending.due]
         if not overdue:
             return
         if txn.step is TxnStep.DRAINING:
-            leader.cancel_retirement(f"ranks {overdue} have not drained in time")
+            leader.commit.cancel_retirement(f"ranks {overdue} have not drained in time")
             return
         for rank in overdue:
-            if leader.txn is not txn or not leader.active:
+            if leader.commit.txn is not txn or not leader.active:
                 return
             self._overdue(txn, rank, txn.waiting[rank])
 
     def on_state(self, rank: Rank, state: State) -> None:
         """The reply to a query: as if the answer had come, or still running, or unknown."""
         leader = self._leader
-        txn = leader.txn
+        txn = leader.commit.txn
         pending = None if txn is None else txn.waiting.get(rank)
         if txn is None or pending is None or state.txn != txn.txn or state.number != pending.number:
             leader.counters.stale_answers += 1
@@ -80,10 +80,10 @@ class Silence:
             return
         answer = _as_answer(txn.step, state)
         if answer is not None:
-            leader.answer(rank, answer)
+            leader.commit.answer(rank, answer)
         elif txn.step is TxnStep.RELEASING and state.phase is TxnPhase.UNMAPPED:
             pending.due = Tick(leader.now + leader.policy.growth_deadline)
-            leader.resend_release(rank)
+            leader.commit.resend_release(rank)
         else:
             detail = f"asked about txn {txn.txn} ({txn.step.value}) it answered {state.phase.name}"
             leader.fail(Cause(CauseKind.UNKNOWN_OUTCOME, rank, f"{detail}; restart the engine"), leader.phase())
@@ -111,7 +111,7 @@ class Silence:
             detail = f"it beats but answered none of {QUERIES_MAX} queries about txn {txn.txn} ({txn.step.value})"
             leader.fail(Cause(CauseKind.UNKNOWN_OUTCOME, rank, f"{detail}; restart the engine"), leader.phase())
         elif txn.step is TxnStep.RESERVING:
-            leader.abort(Cause(CauseKind.DEADLINE, rank, f"no answer to RESERVE of txn {txn.txn} and no beat"))
+            leader.commit.abort(Cause(CauseKind.DEADLINE, rank, f"no answer to RESERVE of txn {txn.txn} and no beat"))
         else:
             txn.late = True
             pending.due = Tick(leader.now + leader.policy.query_interval)
@@ -119,7 +119,9 @@ class Silence:
     def _still_running(self, txn: Transaction, rank: Rank, pending: Pending) -> None:
         leader = self._leader
         if txn.step is TxnStep.RESERVING:
-            leader.abort(Cause(CauseKind.DEADLINE, rank, f"RESERVE of txn {txn.txn} is still running at its deadline"))
+            leader.commit.abort(
+                Cause(CauseKind.DEADLINE, rank, f"RESERVE of txn {txn.txn} is still running at its deadline")
+            )
             return
         txn.late = True
         pending.queries = 0

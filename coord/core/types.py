@@ -52,10 +52,6 @@ class Run:
         """One past the last page."""
         return self.first + self.count
 
-    def overlaps(self, other: Run) -> bool:
-        """Whether both runs name a page in common."""
-        return self.domain == other.domain and self.first < other.end and other.first < self.end
-
     def __str__(self) -> str:
         return f"{self.domain}:[{self.first},{self.end})"
 
@@ -65,8 +61,6 @@ class CauseKind(IntEnum):
 
     EXHAUSTED = 1
     """Not enough physical memory above the reserve that must stay free; an ordinary miss."""
-    QUARANTINED = 2
-    """A page of the request is quarantined on this rank."""
     DRIVER = 3
     """An unexpected driver status."""
     LIMIT = 4

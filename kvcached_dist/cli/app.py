@@ -25,6 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "chaos": "Kill, stop and refuse ranks of a world of Ray actors by a plan, and check what comes of it.",
         "replay": "Replay a serving trace on several processes and show what elastic memory saves.",
+        "sglang": "Show which places of the installed SGLang are hooked, and whether the hooks are in force.",
         "status": "Show the memory, health and counters of every rank of all engines on this host.",
     }
 )

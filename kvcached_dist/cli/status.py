@@ -148,6 +148,10 @@ def _notes(engine: EngineView, tp: object, pp: object) -> Iterator[str]:
         note = view.problem or (view.state or {}).get("failure")
         if note:
             yield f"rank {view.rank}: {escape(str(note))}"
+        kept = _mapping((view.state or {}).get("runtime_pools"))
+        if kept:
+            listed = ", ".join(f"{escape(str(name))} {size(held)}" for name, held in sorted(kept.items()))
+            yield f"rank {view.rank}: stays with the engine, subtracted from the budget: {listed}"
     world_size = _world_size(tp, pp)
     if isinstance(world_size, int):
         missing = sorted(set(range(world_size)) - {view.rank for view in engine.ranks})

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..coord.core.entries import Evict, Retire
+from .batch import Batch
 from .outcome import Event, MemoryCurve, RankOutcome, percentile
 from .pipeline import Pipeline
 from .rank_store import CoordinatedStore
-from .scheduler import Batch, Scheduler, SchedulerConfig
+from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Shape
 from .workload import Request, VirtualClock
 

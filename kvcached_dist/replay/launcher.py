@@ -16,8 +16,9 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
+from ..coord.links.bounded import run_bounded
 from ..coord.links.store import connect_store
-from ..errors import KVDistError
+from ..errors import KVDistError, WaitTimeout
 from .options import ReplayOptions
 from .outcome import Failure, RankOutcome
 from .rank_main import Seat, leave, run_rank
@@ -35,6 +36,9 @@ SURVIVOR_GRACE_S = 6.0
 """What survivors may take beyond a lease to report the first cause and leave."""
 
 NEWS_INTERVAL_S = 0.1
+
+READ_S = 5.0
+"""Longest wait for the rest of a message: a rank that was stopped while it wrote may never finish it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +227,15 @@ def _only_lost_ones_left(ranks: _Ranks) -> bool:
 
 
 def _read(child: _Child, on_news: OnNews | None) -> None:
+    """Take one message of a rank, or learn that there will be none. Blocks: at most ``READ_S``."""
     try:
         if not child.pipe.poll(0) and not child.process.is_alive():
             raise EOFError
-        kind, payload = child.pipe.recv()
+        kind, payload = run_bounded(child.pipe.recv, READ_S, who=f"rank {child.rank}", what="the rest of a message")
+    except WaitTimeout:
+        # The read goes on in its thread, which owns the pipe from here on.
+        child.piped = False
+        return
     except (EOFError, OSError):
         child.piped = False
         child.pipe.close()

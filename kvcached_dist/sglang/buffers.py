@@ -16,17 +16,46 @@ from ..coord.core.errors import ConfigError
 from ..pools.backing import StageBacking
 
 
-def mha_buffers(backing: StageBacking, pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V buffers of every local layer of an ``MHATokenToKVPool``."""
-    k_shape, v_shape = pool._kv_buffer_shapes()
-    dtype = str(pool.store_dtype).removeprefix("torch.")
-    names = [spec.name for spec in backing.stage.pools]
+def head_buffers(backing: StageBacking, prefix: str, pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V buffers of every local layer of an ``MHATokenToKVPool``.
+
+    Args:
+        backing: pools of this stage.
+        prefix: of the names of its pools: ``mha`` or ``swa``.
+        pool: the engine's pool, about to create its buffers.
+
+    Raises:
+        ConfigError: the pool is not the one that was described.
+    """
+    shapes = pool._kv_buffer_shapes()
     layers = range(pool.layer_num)
-    if len(names) == 1:
-        k = [backing.layer(names[0], 2 * layer, dtype, k_shape) for layer in layers]
-        return k, [backing.layer(names[0], 2 * layer + 1, dtype, v_shape) for layer in layers]
-    k = [backing.layer(names[0], layer, dtype, k_shape) for layer in layers]
-    return k, [backing.layer(names[1], layer, dtype, v_shape) for layer in layers]
+    if any(spec.name == f"{prefix}_kv" for spec in backing.stage.pools):
+        made = [[_lane(backing, f"{prefix}_kv", 2 * i + v, shapes[v], pool) for i in layers] for v in (0, 1)]
+    else:
+        made = [[_lane(backing, f"{prefix}_{part}", i, shapes[v], pool) for i in layers] for v, part in enumerate("kv")]
+    return made[0], made[1]
+
+
+def latent_buffers(backing: StageBacking, pool: Any) -> list[torch.Tensor]:
+    """One buffer per local layer of an ``MLATokenToKVPool``.
+
+    Raises:
+        ConfigError: the pool is not the one that was described.
+    """
+    shape = (pool.size + pool.page_size, 1, int(pool.kv_cache_dim))
+    return [_lane(backing, "mla_kv", layer, shape, pool) for layer in range(pool.layer_num)]
+
+
+def _lane(backing: StageBacking, name: str, index: int, shape: tuple[int, ...], pool: Any) -> torch.Tensor:
+    """A view of the native shape. It may end before the reservation does: pages of single tokens are rounded up."""
+    spec = backing.stage.pool(name)
+    dtype = str(pool.store_dtype).removeprefix("torch.")
+    if (dtype, tuple(shape[1:])) != (spec.dtype, spec.row_shape) or pool.layer_num != len(spec.layers):
+        raise ConfigError(
+            f"pool {name}: the engine makes {pool.layer_num} layers of {tuple(shape[1:])} {dtype}, expected"
+            f" {len(spec.layers)} of {spec.row_shape} {spec.dtype}: this layout is not known; unset ENABLE_KVCACHED"
+        )
+    return backing.layer(name, index, dtype, shape)
 
 
 class Dsv4Buffers:

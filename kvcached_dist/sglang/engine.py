@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ..coord.links.bounded import Store
 
 
+SCALED_TYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
+"""Element types of the engine's KV cache whose scales are buffers of their own."""
+
+
 def context(name: str) -> Any:
     """One group of the engine's resolved settings, such as ``memory`` or ``schedule``."""
     return getattr(importlib.import_module("sglang.srt.runtime_context"), f"get_{name}")()
@@ -91,6 +95,22 @@ def refusal(configurator: Any, *, dsv4_bridge: bool) -> str | None:
         return f"this version of the engine is laid out differently ({error})"
 
 
+def _unknown_families(configurator: Any) -> dict[str, bool]:
+    """Pools of ordinary models whose layout is not in the catalogue."""
+    module = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
+    model = configurator.model_config
+    latent, hybrid = bool(configurator.use_mla_backend), bool(configurator.is_hybrid_swa)
+    stored = configurator.kv_cache_dtype_str
+    return {
+        "MLA with a sparse-attention indexer (DSA)": latent and bool(module.is_deepseek_dsa(model.hf_config)),
+        "MLA with sliding-window layers": latent and hybrid,
+        "sliding-window layers only": hybrid and not latent and not model.full_attention_layer_ids,
+        "the sparse attention of MiniMax": bool(module.is_minimax_sparse(model.hf_config)),
+        f"KV of type {stored} (it keeps scales beside the rows)": stored in SCALED_TYPES
+        or bool(module.is_float4_e2m1fn_x2(configurator.kv_cache_dtype)),
+    }
+
+
 def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
     parallel = configurator.ps
     memory, schedule = context("memory"), context("schedule")
@@ -108,8 +128,7 @@ def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
         "the memory saver (release_memory_occupation)": context("exec").features.enable_memory_saver,
         "KV sizing after graph capture": configurator.post_capture_kv_active,
         "recurrent state": configurator.mambaish_config is not None,
-        "sliding-window layers": configurator.is_hybrid_swa and not dsv4,
-        "MLA": configurator.use_mla_backend and not dsv4,
+        **({} if dsv4 else _unknown_families(configurator)),
         "DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)": dsv4 and not dsv4_bridge,
         "the unified or uniform layouts of DeepSeek-V4": dsv4 and _other_dsv4_layout(),
         "prefill without a KV cache": schedule.prefill_only_disable_kv_cache,

@@ -4,22 +4,23 @@ Allocation and freeing stay with the engine. At a mark a published run is append
 taken out; after the engine's ``clear`` the list is rebuilt from what is published. Until the engine has built the
 list (its null page must be backed before that) only the pages are remembered.
 
-Threads: the scheduler thread. Blocks: :meth:`TokenList.run_is_free` and :meth:`TokenList.retire` read a device-side
-list and wait for the device; they run at idle and under pressure only.
+Threads: the scheduler thread. Blocks: never. Where a list lives on a device, nothing here waits for it: what has to be
+known of the ids arrives later (``census.py``, ``gate.py``).
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..coord.core.invariants import require
-
-Ids = npt.NDArray[np.int64]
+from ..coord.core.reclaim import RUNS_PER_RECLAIM_MAX
+from .census import Census, CopyFactory, HostCopy, Ids, Ledger
+from .gate import DeviceGate, Leaving, RetireCheck, stale, without
 
 
 class PageBook:
@@ -37,6 +38,8 @@ class PageBook:
         self.blocks_per_page = blocks_per_page
         self.ids = ids
         self._published = np.zeros(blocks // blocks_per_page, dtype=np.bool_)
+        # By id, the first one above the largest included: what the engine frees is looked up here.
+        self._usable = np.zeros(ids + 2, dtype=np.bool_)
         self._count = 0
 
     def ids_of(self, first_page: int, count: int) -> Ids:
@@ -50,6 +53,7 @@ class PageBook:
         require(not pages.any(), "S6", f"domain {self.name}: pages {first_page}+{count} are published already")
         pages[:] = True
         ids = self.ids_of(first_page, count)
+        self._usable[ids] = True
         self._count += ids.size
         return ids
 
@@ -59,6 +63,7 @@ class PageBook:
         require(bool(pages.all()), "S6", f"domain {self.name}: pages {first_page}+{count} are not published")
         pages[:] = False
         ids = self.ids_of(first_page, count)
+        self._usable[ids] = False
         self._count -= ids.size
         return ids
 
@@ -74,9 +79,13 @@ class PageBook:
 
     def all_ids(self) -> Ids:
         """All published ids, ascending."""
-        usable = np.repeat(self._published, self.blocks_per_page)[: self.ids + 1].copy()
-        usable[:1] = False
-        return np.flatnonzero(usable).astype(np.int64)
+        return np.flatnonzero(self._usable).astype(np.int64)
+
+    def first_unpublished(self, ids: Ids) -> int | None:
+        """One of these ids that is not published or not an id at all; ``None``: all are published."""
+        # What is no id falls on the null block or on the one above the largest, and neither is usable.
+        known = self._usable.take(ids, mode="clip")
+        return None if known.all() else int(ids[~known][0])
 
 
 class TokenList:
@@ -87,17 +96,33 @@ class TokenList:
         blocks: blocks of the domain, the null block included.
         blocks_per_page: B.
         ids: largest id of the allocator.
+        copy: starts a copy of device numbers to the host.
     """
 
-    def __init__(self, name: str, blocks: int, blocks_per_page: int, ids: int) -> None:
+    def __init__(self, name: str, blocks: int, blocks_per_page: int, ids: int, copy: CopyFactory = HostCopy) -> None:
         self.book = PageBook(name, blocks, blocks_per_page, ids)
         self._allocator: Any = None
-        self._free_per_page: Ids = np.empty(0, dtype=np.int64)
-        self._counted: list[torch.Tensor] = []
+        # Allocators that sort while they allocate keep what was freed apart until then.
+        self._sorts = True
+        self._copy = copy
+        self._ledger = Ledger()
+        self._census: Census | None = None
+        self._coming: Census | None = None
+        self._leaving: list[Leaving] = []
+        self._checks: list[RetireCheck] = []
+        self._to_fence: list[RetireCheck] = []
+        self._gate: DeviceGate | None = None
 
     def bind(self, allocator: Any) -> None:
         """The engine has built its allocator: its list holds published ids only from now on."""
         self._allocator = allocator
+        self._sorts = bool(getattr(allocator, "need_sort", True))
+        device = allocator.free_pages.device
+        if device.type != "cpu" or self._copy is not HostCopy:
+            self._gate = DeviceGate(self.book, device, self._copy)
+            # The page-locked memory of later copies is made here: making it then could wait for the device.
+            for numbers in (2 * self.book.pages, 2 * RUNS_PER_RECLAIM_MAX, 1):
+                self._copy(torch.zeros(numbers, dtype=torch.int64, device=device))
         self.rebuild()
 
     # ------------------------------------------------------------------ for the engine's views
@@ -109,7 +134,32 @@ class TokenList:
 
     def rebuild(self) -> None:
         """After the engine's ``clear``: every published id is free."""
-        self._set_free(torch.from_numpy(self.book.all_ids()))
+        if self._allocator is not None:
+            free = self._allocator.free_pages
+            ids = torch.from_numpy(self.book.all_ids())
+            # From page-locked memory: a copy from any other may wait for the stream.
+            ids = ids if free.device.type == "cpu" else ids.pin_memory()
+            self._replace(ids.to(free.device, free.dtype, non_blocking=True))
+
+    def admit(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids that the engine is about to put into its list.
+
+        Args:
+            ids: int64, ids of this list.
+
+        Returns:
+            What may enter. On a device nobody waits for the answer: an id that is not published is replaced by the
+            null block, whose memory always exists, and :meth:`verify` reports it as soon as the device has said so.
+
+        Raises:
+            InvariantViolation: on the host, an id is not published.
+        """
+        self._ledger.entered += len(ids)
+        if self._gate is not None:
+            return self._gate.admit(ids)
+        bad = self.book.first_unpublished(ids.numpy())
+        require(bad is None, "S4", stale(self.book.name, bad))
+        return ids
 
     # ------------------------------------------------------------------ EngineList
 
@@ -121,39 +171,70 @@ class TokenList:
         """Ids that an allocation could take now."""
         if self._allocator is None:
             return self.book.count
-        return sum(len(part) for part in self._parts())
+        return len(self._allocator.free_pages) if not self._sorts else sum(map(len, self._parts()))
 
     def publish(self, first_page: int, count: int) -> None:
         """Append the ids of these pages."""
         ids = self.book.add(first_page, count)
-        if self._allocator is not None:
-            free = self._allocator.free_pages
-            self._allocator.free_pages = torch.cat((free, torch.from_numpy(ids).to(free)))
-
-    def retire(self, first_page: int, count: int) -> None:
-        """Take the ids of these pages out; an error unless all of them are free."""
-        require(self.run_is_free(first_page, count), "S6", f"pages {first_page}+{count} are not entirely free")
-        ids = self.book.remove(first_page, count)
         if self._allocator is None or not ids.size:
             return
-        low, high = int(ids[0]), int(ids[-1])
-        counts = self._counts()
-        self._filter(lambda part: part[(part < low) | (part > high)])
-        # Several runs leave at one mark: what is known of the other pages stays true.
-        counts[first_page : first_page + count] = 0
-        self._counted = self._parts()
+        free = self._allocator.free_pages
+        low, high = int(ids[0]), int(ids[-1]) + 1
+        self._allocator.free_pages = torch.cat((free, torch.arange(low, high, dtype=free.dtype, device=free.device)))
+        self._ledger.entered += ids.size
+        if self._gate is not None:
+            self._gate.open(low, high)
+
+    def retire(self, first_page: int, count: int) -> None:
+        """Take the ids of these pages out.
+
+        Raises:
+            ValueError: not all of them are published and free. On a device that is found when the device has said
+                so: until then the fence of the retirement has not passed, so nothing is unmapped.
+        """
+        ids = self.book.ids_of(first_page, count)
+        if self._allocator is None or not ids.size:
+            self.book.remove(first_page, count)
+            return
+        if any(map(len, self._parts()[1:])):
+            self.sort()
+        leaving = Leaving(self.book.name, first_page, count, ids.size)
+        low, high = int(ids[0]), int(ids[-1]) + 1
+        rest, leaving.found = without(self._allocator.free_pages, low, high)
+        if self._gate is None:
+            if why := leaving.wrong(*leaving.found.tolist()):
+                raise ValueError(why)
+        else:
+            self._leaving.append(leaving)
+            self._gate.shut(low, high)
+        self.book.remove(first_page, count)
+        self._allocator.free_pages = rest
+        self._ledger.retired += ids.size
+        for census in (self._census, self._coming):
+            if census is not None:
+                census.forget(slice(first_page, first_page + count))
 
     def run_is_free(self, first_page: int, count: int) -> bool:
-        """Whether every usable id of these pages is published and free."""
-        ids = self.book.ids_of(first_page, count)
+        """Whether every usable id of these pages is known to be published and free. Never waits for a device.
+
+        Raises:
+            InvariantViolation: the engine has freed an id twice.
+        """
         if self._allocator is None:
             return True
-        return int(self._counts()[first_page : first_page + count].sum()) == ids.size
+        parts = self._parts()
+        self._look(parts)
+        census = self._census
+        if census is None or (self._sorts and not census.is_of(parts)):
+            # A list that the engine sorts gives from anywhere.
+            return False
+        pages = slice(first_page, first_page + count)
+        return census.is_free(pages, self.book.ids_of(first_page, count).size, self.available())
 
     def sort(self) -> None:
         """Low ids first."""
         if self._allocator is not None:
-            self._set_free(torch.sort(torch.cat(self._parts()))[0])
+            self._replace(torch.sort(torch.cat(self._parts()))[0])
 
     def ids_crc(self) -> int:
         """Checksum of the free ids in their order; 0 on a device."""
@@ -166,52 +247,74 @@ class TokenList:
             crc = zlib.crc32(part.contiguous().numpy().data, crc) if len(part) else crc
         return crc
 
+    def verify(self) -> None:
+        """Look at what the device has reported since the last mark. Never waits for it.
+
+        Raises:
+            InvariantViolation: an id that is not published was freed, or a retired run was not entirely free.
+        """
+        if self._gate is None:
+            return
+        bad = self._gate.reported()
+        require(bad is None, "S4", stale(self.book.name, bad))
+        self._ask()
+        while self._checks and self._checks[0].arrived():
+            why = self._checks.pop(0).failed()
+            require(not why, "S6", why)
+
+    def take_checks(self) -> list[RetireCheck]:
+        """Retirements since the last call that the device has still to confirm, for the fence behind them."""
+        self._ask()
+        taken, self._to_fence = self._to_fence, []
+        return taken
+
     # ------------------------------------------------------------------ inner
+
+    def _ask(self) -> None:
+        """Let the device report on all runs that have left since the last time, in one copy."""
+        if self._leaving:
+            check = RetireCheck(self._leaving, self._copy)
+            self._leaving = []
+            self._checks.append(check)
+            self._to_fence.append(check)
+
+    def _look(self, parts: list[torch.Tensor]) -> None:
+        """Read the census that has arrived; take a new one if the list has changed and none is on its way."""
+        self._land()
+        if self._coming is None and (self._census is None or not self._census.is_of(parts)):
+            book = self.book
+            self._coming = Census(parts, book.pages, book.blocks_per_page, self._ledger, self._copy)
+            self._land()
+
+    def _land(self) -> None:
+        if self._coming is None or not self._coming.arrived():
+            return
+        self._census, self._coming = self._coming, None
+        repeated = self._census.repeated
+        require(not repeated, "S6", f"domain {self.book.name}: {repeated} ids are in the free list twice")
 
     def _parts(self) -> list[torch.Tensor]:
         """Everything that is free, in the order in which the engine merges it."""
         allocator = self._allocator
         parts = [allocator.free_pages]
+        if not self._sorts:
+            return parts
         released = getattr(allocator, "release_pages", None)
         if released is not None:
             parts.append(released)
         return [*parts, *getattr(allocator, "staged_pages", ())]
 
-    def _set_free(self, ids: torch.Tensor) -> None:
+    def _replace(self, ids: torch.Tensor) -> None:
+        """The list is these ids from now on; nothing waits to be merged, whichever way this version keeps that."""
         allocator = self._allocator
-        if allocator is None:
-            return
-        free = allocator.free_pages
-        allocator.free_pages = ids.to(device=free.device, dtype=free.dtype)
-        self._filter_waiting(lambda part: part[:0])
-
-    def _filter(self, keep: Any) -> None:
-        self._allocator.free_pages = keep(self._allocator.free_pages)
-        self._filter_waiting(keep)
-
-    def _filter_waiting(self, keep: Any) -> None:
-        """Ids that wait to be merged (``need_sort`` allocators), whichever way this version keeps them."""
-        allocator = self._allocator
+        allocator.free_pages = ids
         if getattr(allocator, "release_pages", None) is not None:
-            allocator.release_pages = keep(allocator.release_pages)
+            allocator.release_pages = allocator.release_pages[:0]
         if getattr(allocator, "staged_pages", None):
-            staged = [keep(part) for part in allocator.staged_pages]
-            allocator.staged_pages = [part for part in staged if len(part)]
-            allocator.num_staged_pages = sum(len(part) for part in allocator.staged_pages)
-
-    def _counts(self) -> Ids:
-        """Free ids per page.
-
-        The engine replaces its tensors and never writes into them, so the same objects mean the same list.
-        """
-        parts = self._parts()
-        known = self._counted
-        if len(parts) != len(known) or any(part is not old for part, old in zip(parts, known, strict=True)):
-            ids = torch.cat(parts).cpu().numpy()
-            pages = self.book.pages
-            self._free_per_page = np.bincount(ids // self.book.blocks_per_page, minlength=pages).astype(np.int64)
-            self._counted = parts
-        return self._free_per_page
+            allocator.staged_pages = []
+            allocator.num_staged_pages = 0
+        # The order is another one: what is known of depths is not.
+        self._census = self._coming = None
 
 
 class RowList:
@@ -258,8 +361,13 @@ class RowList:
             self._pool.free_slots[:0] = rows[::-1].tolist()
 
     def retire(self, first_page: int, count: int) -> None:
-        """Take the rows of these pages out; an error unless all of them are free."""
-        require(self.run_is_free(first_page, count), "S6", f"rows of pages {first_page}+{count} are not entirely free")
+        """Take the rows of these pages out.
+
+        Raises:
+            ValueError: not all of them are free.
+        """
+        if not self.run_is_free(first_page, count):
+            raise ValueError(f"rows of pages {first_page}+{count} are not entirely free")
         gone = set(self.book.remove(first_page, count).tolist())
         if self._pool is not None:
             self._pool.free_slots[:] = [row for row in self._pool.free_slots if row not in gone]
@@ -276,6 +384,23 @@ class RowList:
     def ids_crc(self) -> int:
         """Checksum of the free rows in their order."""
         return 0 if self._pool is None else zlib.crc32(np.array(self._pool.free_slots, dtype=np.int64).data)
+
+    def verify(self) -> None:
+        """Rows are known on the host: nothing is ever reported later."""
+
+    def admit(self, rows: Sequence[int]) -> Sequence[int]:
+        """Rows that the engine is about to put into its list; the same ones.
+
+        Raises:
+            InvariantViolation: one of them is not published.
+        """
+        bad = self.book.first_unpublished(np.array(rows, dtype=np.int64))
+        require(bad is None, "S4", stale(self.book.name, bad))
+        return rows
+
+    def take_checks(self) -> list[RetireCheck]:
+        """Rows are known on the host: there is nothing to confirm."""
+        return []
 
 
 __all__ = ["PageBook", "RowList", "TokenList"]

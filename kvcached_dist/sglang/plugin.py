@@ -15,8 +15,10 @@ from typing import Any
 
 from ..config import Config
 from ..coord.core.errors import ConfigError
-from . import buffers, specs
+from . import features, specs
 from .admission import Admission
+from .build import Building
+from .offload import Offload
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
 
 _log = logging.getLogger("kvcached_dist.sglang")
@@ -50,35 +52,46 @@ class Plugin:
 
     def __init__(self, config: Config) -> None:
         self.runtime = Runtime(config, self.not_in_force)
-        self._dsv4: buffers.Dsv4Buffers | None = None
-        self._state_owner: Any = None
-        admission = Admission(self.runtime)
+        self.building = building = Building(self.runtime)
+        admission, offload = Admission(self.runtime), Offload(self.runtime)
         adder = f"{_MGR}schedule_policy.PrefillAdder."
         components, dsv4 = f"{_MGR}scheduler_components.", f"{_MEM}deepseek_v4_memory_pool."
+        front = f"{_MGR}tokenizer_control_mixin.TokenizerControlMixin."
+        updater = f"{components}weight_updater.SchedulerWeightUpdaterManager."
         receiver = f"{components}request_receiver.SchedulerRequestReceiver."
         configurator = f"{_MEM}kv_cache_configurator.KVCacheConfigurator."
         self.hooks: tuple[Hook, ...] = (
             Hook(f"{configurator}_derive_pool_sizes", "AFTER", self._sizes_derived),
             Hook(f"{configurator}_init_pools", "AFTER", self._pools_built),
-            Hook(f"{_MEM}memory_pool.MHATokenToKVPool._create_buffers_normal", "AROUND", self._create_mha_buffers),
-            Hook(f"{configurator}_build_dsv4_kv_pool", "AROUND", self._build_dsv4_pool),
-            Hook(f"{dsv4}DeepSeekV4SingleKVPool.create_buffer", "AROUND", self._create_page_buffer),
-            Hook(f"{dsv4}DeepSeekV4IndexerPool._create_buffer", "AROUND", self._create_indexer_buffers),
+            Hook(f"{_MEM}memory_pool.MHATokenToKVPool._create_buffers_normal", "AROUND", building.create_head_buffers),
+            Hook(f"{_MEM}memory_pool.MLATokenToKVPool._create_buffers", "AROUND", building.create_latent_buffers),
+            Hook(f"{_MEM}swa_memory_pool.SWAKVPool.__init__", "AROUND", building.make_hybrid_pool),
+            Hook(f"{configurator}_build_dsv4_kv_pool", "AROUND", building.build_dsv4_pool),
+            Hook(f"{dsv4}DeepSeekV4SingleKVPool.create_buffer", "AROUND", building.create_page_buffer),
+            Hook(f"{dsv4}DeepSeekV4IndexerPool._create_buffer", "AROUND", building.create_indexer_buffers),
             Hook(
                 f"{_MEM}deepseek_v4_compress_state.CompressStatePool._alloc_kv_score_buffer",
                 "AROUND",
-                self._create_state_buffer,
+                building.create_state_buffer,
             ),
             Hook(f"{_MEM}memory_pool.ReqToTokenPool.clear", "AFTER", self._cleared),
-            Hook(f"{_MEM}memory_pool.ReqToTokenPool.alloc_rows", "AFTER", self._rows_handed_out),
+            Hook(f"{_MEM}memory_pool.ReqToTokenPool.alloc_rows", "AFTER", building.rows_handed_out),
             Hook(
                 f"{components}invariant_checker.SchedulerInvariantChecker._check_req_pool", "AROUND", self._check_rows
             ),
             Hook(f"{_MEM}allocator.token.TokenToKVPoolAllocator.clear", "AFTER", self._cleared),
             Hook(f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator.clear", "AFTER", self._cleared),
+            Hook(f"{_MEM}allocator.token.TokenToKVPoolAllocator.free", "AROUND", self._free_tokens),
+            Hook(f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", "AROUND", self._free_pages),
+            Hook(f"{_MEM}memory_pool.ReqToTokenPool.free_rows", "AROUND", self._free_rows),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
             Hook(f"{_MGR}scheduler.Scheduler.process_input_requests", "BEFORE", self._requests_arrived),
             Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "AFTER", self._worker_ready),
+            Hook(f"{front}release_memory_occupation", "AROUND", offload.ask_release),
+            Hook(f"{front}resume_memory_occupation", "AROUND", offload.ask_resume),
+            Hook(f"{updater}release_memory_occupation", "AROUND", offload.release),
+            Hook(f"{updater}resume_memory_occupation", "AROUND", offload.resume),
+            Hook(f"{_MGR}scheduler.Scheduler.get_internal_state", "AFTER", offload.tell_state),
             Hook(f"{adder}__init__", "AFTER", admission.opened),
             Hook(f"{adder}add_chunked_req", "AROUND", admission.add_chunked_req),
             Hook(f"{adder}add_one_req", "AROUND", admission.add_one_req),
@@ -103,8 +116,8 @@ class Plugin:
             registry.register(hook.target, hook.call, getattr(kinds, hook.kind))
 
     def missing(self) -> list[str]:
-        """Targets that this version of the engine does not have."""
-        return [hook.target for hook in self.hooks if _resolve(hook.target) is None]
+        """Targets, and names that the hooks use, which this version of the engine does not have."""
+        return [*(hook.target for hook in self.hooks if _resolve(hook.target) is None), *features.missing()]
 
     def not_in_force(self) -> list[str]:
         """Targets whose function does not lead to our hook."""
@@ -114,77 +127,6 @@ class Plugin:
 
     def _sizes_derived(self, sizes: Any, configurator: Any, **_: Any) -> Any:
         return self.runtime.agree(configurator, sizes)
-
-    def _create_mha_buffers(self, original: Any, pool: Any) -> None:
-        """K and V buffers as views of the reservation, of the native shape; pointers then build natively."""
-        runtime = self.runtime
-        plain = type(pool).__name__ == "MHATokenToKVPool" and pool.kv_cache_layout == "nhd" and not pool.use_hnd
-        if runtime.phase is not Phase.AGREED or not plain or pool.enable_custom_mem_pool:
-            original(pool)
-            return
-        parallel, layers = runtime.parallel, runtime.model_layers
-
-        def describe(granule_bytes: int) -> specs.Takeover:
-            geometry = specs.mha_geometry(pool, layers)
-            return specs.mha_stage(
-                geometry, pp_rank=parallel.pp_rank, pp_size=parallel.pp_size, tp_size=parallel.tp_size,
-                granule_bytes=granule_bytes,
-            )  # fmt: skip
-
-        if runtime.start(describe) is None or runtime.coordinator is None:
-            original(pool)
-            return
-        pool.k_buffer, pool.v_buffer = buffers.mha_buffers(runtime.coordinator.backing, pool)
-
-    def _build_dsv4_pool(self, original: Any, configurator: Any, **sizes: Any) -> Any:
-        """DeepSeek-V4: all pools are taken over together, while the engine's pool object builds itself."""
-        runtime = self.runtime
-        if runtime.phase is not Phase.AGREED or configurator.is_draft_worker:
-            return original(configurator, **sizes)
-        slots = int(sizes["req_to_token_pool"].req_to_token.shape[0])
-
-        def describe(_granule_bytes: int) -> specs.Takeover:
-            return specs.dsv4_stage(
-                configurator,
-                full_tokens=int(runtime.sizes.full_max_total_num_tokens),
-                swa_tokens=int(sizes["swa_max_total_num_tokens"]),
-                request_slots=slots,
-            )
-
-        if runtime.start(describe) is None or runtime.coordinator is None:
-            return original(configurator, **sizes)
-        self._dsv4 = buffers.Dsv4Buffers(runtime.coordinator.backing, int(configurator.pool_page_size))
-        try:
-            pool = original(configurator, **sizes)
-            self._dsv4.finish()
-        finally:
-            self._dsv4 = None
-        self._state_owner = pool
-        return pool
-
-    def _create_page_buffer(self, original: Any, pool: Any, *, num_pages: int) -> Any:
-        if self._dsv4 is None or type(pool).__name__ != "DeepSeekV4SingleKVPool":
-            return original(pool, num_pages=num_pages)
-        return self._dsv4.page_buffer(pool, num_pages)
-
-    def _create_indexer_buffers(self, original: Any, pool: Any) -> None:
-        if self._dsv4 is None or pool.uses_aiter_fp4_layout:
-            original(pool)
-            return
-        pool.index_k_with_scale_buffer = self._dsv4.indexer_buffers(pool)
-
-    def _create_state_buffer(
-        self, original: Any, pool: Any, *, dtype: Any, device: str, enable_memory_saver: bool
-    ) -> None:
-        if self._dsv4 is None:
-            original(pool, dtype=dtype, device=device, enable_memory_saver=enable_memory_saver)
-            return
-        pool.memory_saver_adapter, pool.enable_custom_mem_pool, pool.custom_mem_pool = buffers.no_memory_saver(device)
-        pool.kv_score_buffer = buffers.kv_and_score(self._dsv4.state_buffer(pool, dtype))
-
-    def _rows_handed_out(self, rows: Any, _pool: Any, *_: Any) -> None:
-        if rows and self._state_owner is not None:
-            buffers.reset_request_states(self._state_owner, rows)
 
     def _check_rows(self, original: Any, checker: Any) -> None:
         """The engine's check of request rows compares its list with all rows there are."""
@@ -201,7 +143,9 @@ class Plugin:
             pool.free_slots = free
 
     def _pools_built(self, pools: Any, configurator: Any, **_: Any) -> None:
-        if not configurator.is_draft_worker:
+        if configurator.is_draft_worker:
+            self.runtime.reserve(pools, "draft.")
+        else:
             self.runtime.bind(pools)
 
     def _worker_ready(self, _result: None, scheduler: Any) -> None:
@@ -212,6 +156,19 @@ class Plugin:
         known = getattr(allocator, LIST_ATTRIBUTE, None)
         if known is not None:
             known.rebuild()
+
+    # ------------------------------------------------------------------ what enters a free list
+
+    def _free_tokens(self, original: Any, allocator: Any, free_index: Any) -> None:
+        # What waits in a free group comes here again when the group ends.
+        entering = allocator.free_group is None
+        original(allocator, self.runtime.admit(allocator, free_index) if entering else free_index)
+
+    def _free_pages(self, original: Any, allocator: Any, *page_ids: Any) -> None:
+        original(allocator, *(self.runtime.admit(allocator, ids) for ids in page_ids))
+
+    def _free_rows(self, original: Any, pool: Any, indices: Any) -> None:
+        original(pool, self.runtime.admit(pool, indices))
 
     # ------------------------------------------------------------------ serving
 

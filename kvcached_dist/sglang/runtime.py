@@ -21,13 +21,14 @@ import torch
 from .. import _native
 from ..config import Config
 from ..coord.core.entries import Evict, Growable, Publish, Retire, Unretire
-from ..coord.core.errors import ConfigError
+from ..coord.core.errors import ConfigError, InvariantViolation
 from ..faults import FaultPlan
 from ..stream import EngineList, StreamCoordinator
-from . import engine, specs
+from . import capacity, engine, specs
 from .fence import StreamFence
 from .lists import RowList, TokenList
 from .needs import Needs
+from .reservations import Reservations
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Runtime:
         self._scheduler: Any = None
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
+        self._reservations: Reservations | None = None
 
     @property
     def elastic(self) -> bool:
@@ -105,6 +107,11 @@ class Runtime:
     def parallel(self) -> Any:
         """The engine's ``ParallelState``, once agreed."""
         return self._configurator.ps
+
+    @property
+    def configurator(self) -> Any:
+        """The engine's ``KVCacheConfigurator``, once agreed."""
+        return self._configurator
 
     @property
     def model_layers(self) -> int:
@@ -132,47 +139,30 @@ class Runtime:
         reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(
             configurator, dsv4_bridge=self.config.sglang_dsv4_kv_pool_bridge
         )  # fmt: skip
-        fitting = 0 if reason else self._fitting_tokens(configurator, sizes)
+        fitting = 0 if reason else capacity.fitting_tokens(configurator, sizes, self.config)
         answers = engine.gather((reason, fitting))
         refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
         if refused:
             self.stay_native("; ".join(refused))
             return None
-        self.phase = Phase.AGREED
-        self._configurator, self.sizes = configurator, sizes
         least = min(fitting for _, fitting in answers)
-        if least >= sizes.max_total_num_tokens:
+        smaller = None
+        if least < sizes.max_total_num_tokens:
+            try:
+                smaller = capacity.cut(sizes, least, configurator)
+            except ConfigError as error:
+                self.stay_native(str(error))
+                return None
+        self.phase = Phase.AGREED
+        self._configurator, self.sizes = configurator, smaller or sizes
+        if smaller is None:
             return None
         rank = next(rank for rank, (_, fitting) in enumerate(answers) if fitting == least)
         _log.warning(
             "event=capacity_cut tokens=%d from=%d why='rank %d cannot hold more beside its reserve'",
             least, sizes.max_total_num_tokens, rank,
         )  # fmt: skip
-        fields = {name: getattr(sizes, name) for name in type(sizes).__struct_fields__}
-        self.sizes = type(sizes)(**{**fields, "max_total_num_tokens": least})
-        return self.sizes
-
-    def _fitting_tokens(self, configurator: Any, sizes: Any) -> int:
-        """Tokens that the physical memory of this rank could hold, in whole pages of the engine."""
-        if engine.is_dsv4(configurator):
-            # Its sizes hang together in more ways than one number says; what does not fit is queued or retracted.
-            return int(sizes.max_total_num_tokens)
-        model, page = configurator.model_config, int(configurator.pool_page_size)
-        info = configurator.layer_info
-        heads = model.get_num_kv_heads(configurator.ps.attn_tp_size, configurator.ps.attn_dcp_size)
-        item = configurator.kv_cache_dtype.itemsize
-        layers = info.end_layer - info.start_layer
-        v_dim = getattr(model, "v_head_dim", None) or model.head_dim
-        token_bytes = heads * (model.head_dim + v_dim) * item * layers
-        if configurator.device == "cpu":
-            usable, granule = self.config.host_capacity_bytes, self.config.host_granule_bytes
-        else:
-            free_and_total = torch.cuda.mem_get_info(configurator.gpu_id)
-            own = torch.cuda.memory_reserved(configurator.gpu_id)
-            usable, granule = int(free_and_total[1] * self.config.gpu_utilization) - own, 2 << 20
-        # The null page, and one shared granule at either end of every lane.
-        usable -= 2 * layers * (2 * granule) + token_bytes * page
-        return max(0, int(usable // (token_bytes * page)) * page)
+        return smaller
 
     def start(self, describe: Callable[[int], specs.Takeover]) -> specs.Takeover | None:
         """Collective: pools of this stage, their null pages backed on all ranks; ``None``: they stay native.
@@ -230,7 +220,10 @@ class Runtime:
     def _fence(self, configurator: Any) -> Callable[[], Fence] | None:
         if configurator.device != "cuda":
             return None
-        return lambda: StreamFence((configurator.forward_stream, torch.cuda.current_stream()))
+        return lambda: StreamFence(
+            (configurator.forward_stream, torch.cuda.current_stream()),
+            [check for known in self.lists.values() for check in known.take_checks()],
+        )
 
     def bind(self, pools: Any) -> None:
         """The engine has built its allocators: their lists hold published ids only from now on."""
@@ -248,6 +241,25 @@ class Runtime:
             setattr(owners[name], LIST_ATTRIBUTE, known)
             known.bind(owners[name])
         self.phase = Phase.BOUND
+        self.reserve(pools)
+
+    def reserve(self, pools: Any, prefix: str = "") -> None:
+        """Account for what the engine has built for itself beside the elastic pools.
+
+        Args:
+            pools: what the engine's ``_init_pools`` returned.
+            prefix: in front of the names of its pools.
+        """
+        if not self.elastic or not self.config.sglang_dsv4_runtime_reservation:
+            return
+        if self._reservations is None:
+            coordinator = self._coordinator()
+            native, indices = coordinator.backing.native, range(len(coordinator.stage.pools))
+            self._reservations = Reservations(
+                coordinator.register_runtime_pool, self._configurator.device,
+                frozenset(native.base(index) for index in indices),
+            )  # fmt: skip
+        self._reservations.add(pools, prefix)
 
     def attach(self, scheduler: Any) -> None:
         """Collective: the scheduler exists on all ranks and every hook is in force; marks may flow."""
@@ -328,6 +340,24 @@ class Runtime:
         if retired:
             self._forget_ids(retired)
 
+    def admit(self, owner: Any, ids: Any) -> Any:
+        """Ids or rows that the engine is about to put into a free list; what may enter.
+
+        Args:
+            owner: the engine's allocator or its rows, ours or not.
+            ids: as the owner keeps them.
+
+        Raises:
+            GroupFailed: one of them is not published, and that is known at once (on the host).
+        """
+        known = getattr(owner, LIST_ATTRIBUTE, None)
+        if known is None:
+            return ids
+        try:
+            return known.admit(ids)
+        except InvariantViolation as violation:
+            self._coordinator().broken(violation)
+
     def _try_refused_again(self) -> None:
         """A refused batch latches; there is more now, for every micro-batch."""
         scheduler = self._scheduler
@@ -340,13 +370,13 @@ class Runtime:
         index = stage.domain_index(specs.FULL)
         domain = stage.domains[index]
         table = self._scheduler.req_to_token_pool.req_to_token
-        gone = torch.zeros(domain.pages, dtype=torch.bool)
-        for run in retired:
-            if run.domain == index:
-                gone[run.first : run.end] = True
-        if not gone.any():
+        runs = [run for run in retired if run.domain == index]
+        if not runs:
             return
-        gone = gone.to(table.device, non_blocking=True)
+        # Made on the device: a copy from here could wait for its stream.
+        gone = torch.zeros(domain.pages, dtype=torch.bool, device=table.device)
+        for run in runs:
+            gone[run.first : run.end].fill_(True)
         span = domain.blocks_per_page * self._taken().block_tokens(specs.FULL)
         # In slices: the table can be large, and every operation on it makes a copy of its size.
         for rows in table.split(max(1, SLICE_ENTRIES // table.shape[1])):

@@ -116,4 +116,4 @@ class Protocol:
         leader = self.coordinator._leader
         if leader is None:
             return []
-        return [item.ended - item.started for item in leader.closed if item.verdict is Verdict.RECLAIMED]
+        return [item.ended - item.started for item in leader.commit.closed if item.verdict is Verdict.RECLAIMED]

@@ -57,7 +57,7 @@ def test_nothing_is_logged_in_an_epoch_that_has_ended() -> None:
 def test_a_limit_that_was_answered_survives_the_end_of_the_epoch() -> None:
     leader = leader_of_two()
     leader.limits.request(1 << 20, revision=7)
-    assert leader.due() == [Limit(7, 1 << 20)]
+    assert leader.log.due() == [Limit(7, 1 << 20)]
     leader.on_link_down(Rank(1), "gone", eof=True, now=Tick(1))
     snapshot = epoch_change.snapshot(leader, Epoch(2), (8,), 0)
     assert (snapshot.limit_revision, snapshot.limit_bytes) == (7, 1 << 20)

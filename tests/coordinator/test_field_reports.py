@@ -25,7 +25,7 @@ def ids(taken: torch.Tensor | None) -> list[int] | None:
 
 def last_cause(rank: Rank) -> Any:
     leader = rank.coordinator._leader
-    return leader.closed[-1].cause if leader is not None else None
+    return leader.commit.closed[-1].cause if leader is not None else None
 
 
 def test_r2_create_fails_on_one_rank_is_a_miss_everywhere_and_the_next_growth_succeeds() -> None:

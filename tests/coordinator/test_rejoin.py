@@ -65,7 +65,7 @@ class Run:
                 coordinator.set_limit(LIMIT, revision=3)
             coordinator.step()
             if rank == VICTIM:
-                vanish(coordinator._agent._links)
+                vanish(coordinator._agent.links.by_rank)
                 coordinator.close()
                 coordinator = self.come_back(rank)
             else:

@@ -212,7 +212,7 @@ class Player:
 
     def bye(self, rank: str) -> None:
         """A rank closes its coordinator."""
-        for link in self.world.seats[int(rank)].agent._links.values():  # type: ignore[attr-defined]
+        for link in self.world.seats[int(rank)].agent.links.by_rank.values():  # type: ignore[attr-defined]
             link.send(Bye(link.world.leader.epoch))
 
     def idle(self, what: str) -> None:

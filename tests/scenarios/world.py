@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections import deque
-from dataclasses import dataclass, field
 
-from kvcached_dist import agent as agent_module
-from kvcached_dist.agent import Agent, Timing
-from kvcached_dist.coord.core.effects import Effect, GroupDown, Note, Work, WorkKind
-from kvcached_dist.coord.core.entries import Entry, Evict, Grant, Mark, PositionKind
+from kvcached_dist.agent import Timing
+from kvcached_dist.coord.core.entries import Evict, Grant, PositionKind
 from kvcached_dist.coord.core.errors import GroupFailed, LinkDown
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.core.ledger import Peer
-from kvcached_dist.coord.core.messages import Beat, MarkMessage, Message
+from kvcached_dist.coord.core.messages import Beat
 from kvcached_dist.coord.core.participant import Participant
 from kvcached_dist.coord.core.policy import Policy
 from kvcached_dist.coord.core.replica import OpKind, Replica
-from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, PageId, Rank, Run, Tick
+from kvcached_dist.coord.core.types import DomainId, Epoch, PageId, Rank, Run, Tick
 from tests.simulation.hardware import Card, PoolModel, RankMemory
 from tests.simulation.pool import ListPool
 
-EPOCH = Epoch(3)
+from .seat import Clock, Seat, SeatAgent, SeatFaults, SeatFence, SeatMarks, Wire
+from .words import EPOCH, show, show_ids
+
 MS = 1_000
 GRANULE = 64
 TICK_MS = 50
@@ -31,131 +28,10 @@ ROUNDS_MAX = 500
 """Rounds of ``run``; more means that it does not come to rest."""
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> Tick:
-        return Tick(self.now)
-
-
-@dataclass(slots=True)
-class _Wire:
-    """One direction of a link, held until a scenario delivers."""
-
-    world: World
-    source: int
-    target: int
-    waiting: deque[Message] = field(default_factory=deque)
-    last: Message | None = None
-    ended: bool = False
-
-    def send(self, message: Message) -> None:
-        if self.ended:
-            raise LinkDown(self.target, "the process died", eof=True)
-        if not isinstance(message, Beat):
-            self.world.say(f"{self.source}>{self.target} {show(message)}")
-        self.waiting.append(message)
-
-
-class _Agent(Agent):
-    rank_of: Seat
-
-    def _send_to(self, to: Rank, message: Message) -> None:
-        if to == self.rank:
-            self.rank_of.world.say(f"{to}>{to} {show(message)}")
-        super()._send_to(to, message)
-
-    def _carry_out(self, effect: Effect) -> None:
-        world = self.rank_of.world
-        if isinstance(effect, Note):
-            world.say(f"{self.rank}: {effect.text}")
-        elif isinstance(effect, GroupDown):
-            world.say(f"{self.rank}: GROUP DOWN {effect.cause} (during {effect.phase})")
-        super()._carry_out(effect)
-
-    def _apply_entry(self, entry: Entry) -> None:
-        self.rank_of.world.say(f"{self.rank}: apply {show_entry(entry)}")
-        super()._apply_entry(entry)
-
-
-class Seat:
-    """One rank of the world."""
-
-    def __init__(self, world: World, rank: int, memory: RankMemory) -> None:
-        self.world = world
-        self.rank = rank
-        self.memory = memory
-        self.done = 0
-        """Inputs of the engine that this rank has carried out."""
-        self.held = False
-        self.silent = False
-        self.dead = False
-        self.drops: list[str] = []
-        self.armed: dict[WorkKind, list[tuple[CauseKind, int]]] = {kind: [] for kind in WorkKind}
-        self.batch_runs = False
-        self.allocations: dict[int, dict[int, tuple[int, ...]]] = {}
-        self.waiting: object | None = None
-        self.told = False
-        self.steps = 0
-        self.outcome: Cause | None = None
-
-    # worker and faults of the agent, and its fence
-
-    def perform(self, work: Work) -> Cause | None:
-        return self.outcome
-
-    def handles(self) -> tuple[int, ...]:
-        return tuple(self.memory.held)
-
-    def held_bytes(self) -> int:
-        return self.memory.bytes
-
-    def budget_bytes(self) -> int:
-        memory = self.memory
-        budget = memory.card.free - memory.card.reserve
-        return max(0, min(budget, memory.limit - memory.bytes) if memory.limit else budget)
-
-    def set_limit(self, limit_bytes: int) -> None:
-        self.memory.limit = limit_bytes
-
-    def at(self, point: str) -> None:
-        pass
-
-    def drops_message(self, name: str) -> bool:
-        if name in self.drops:
-            self.drops.remove(name)
-            self.world.say(f"{self.rank}: the {name} is lost")
-            return True
-        return False
-
-
-class _Faults:
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-
-    def at(self, point: str) -> None:
-        """Points are not used."""
-
-    def drops(self, message: str) -> bool:
-        """Whether this one is lost."""
-        return self._seat.drops_message(message)
-
-
-class _Fence:
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._behind = seat.batch_runs
-
-    def done(self) -> bool:
-        """Whether the batch that ran when it was taken has finished."""
-        return not (self._behind and self._seat.batch_runs)
-
-
 class World:
     """Ranks, links and cards, and the trace.
 
-    Args: see ``tests/scenarios/README.md``, input ``world``.
+    Args: see ``docs/simulation.md``, input ``world``.
     """
 
     def __init__(self, **options: str) -> None:
@@ -166,13 +42,12 @@ class World:
         self.sizes = self.sizes[: len(self.pages)]
         card_pages = [float(count) for count in get("card", "100").split(",")]
         shared = get("shared", "no") == "yes"
-        self.clock = _Clock()
-        agent_module.ticks = self.clock
+        self.clock = Clock()
         self.trace: list[str] = []
         self.inputs: list[tuple[str, dict[int, int], int]] = []
         self.allocated = 0
         self.seats: list[Seat] = []
-        self.wires: dict[tuple[int, int], _Wire] = {}
+        self.wires: dict[tuple[int, int], Wire] = {}
         self.policy = Policy(
             growth_deadline=300 * MS,
             query_interval=100 * MS,
@@ -180,6 +55,7 @@ class World:
             drain_deadline=int(get("drain", "500")) * MS,
             map_retries=int(get("retries", "2")),
             run_pages_max=int(get("run", "8")),
+            demand_window=int(get("window", "0")) * MS,
             reserved_pages_min=int(get("reserved", "0")),
             reserved_pages_max=int(get("reserved_max", get("reserved", "0"))),
             reclaim_interval_steps=int(get("interval", "1000")),
@@ -201,10 +77,10 @@ class World:
     def _assemble(self, seat: Seat) -> None:
         links = {}
         for peer in range(1, len(self.seats)) if seat.rank == 0 else (0,):
-            links[Rank(peer)] = self.wires[seat.rank, peer] = _Wire(self, seat.rank, peer)
+            links[Rank(peer)] = self.wires[seat.rank, peer] = Wire(self, seat.rank, peer)
         lists = [ListPool(pages, size, ordered=True) for pages, size in zip(self.pages, self.sizes, strict=True)]
         replica = Replica(Rank(seat.rank), lists, self.sizes)
-        seat.agent = _Agent(  # type: ignore[attr-defined]
+        seat.agent = SeatAgent(  # type: ignore[attr-defined]
             rank=Rank(seat.rank),
             epoch=EPOCH,
             replica=replica,
@@ -213,10 +89,12 @@ class World:
             links=links,  # type: ignore[arg-type]
             worker=seat,
             timing=Timing(0.05, 1.0),
-            faults=_Faults(seat),
-            make_fence=lambda: _Fence(seat),
+            faults=SeatFaults(seat),
+            make_fence=lambda: SeatFence(seat),
+            now=self.clock,
         )
         seat.agent.rank_of = seat  # type: ignore[attr-defined]
+        seat.agent.marks = SeatMarks(seat, seat.agent)  # type: ignore[attr-defined]
         seat.pools = lists  # type: ignore[attr-defined]
         if seat.rank == 0:
             peers = [
@@ -228,7 +106,7 @@ class World:
     def _begin(self) -> None:
         null = tuple(Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.pages)))
         with self.leader_agent.entered():
-            self.leader.open_grow(null, foreground=True)
+            self.leader.commit.open_grow(null, foreground=True)
         self.run()
         self.engine("step", {})
         self.engine("alloc", dict.fromkeys(range(len(self.pages)), 1))
@@ -238,7 +116,7 @@ class World:
     # ------------------------------------------------------------------ reading
 
     @property
-    def leader_agent(self) -> _Agent:
+    def leader_agent(self) -> SeatAgent:
         return self.seats[0].agent  # type: ignore[attr-defined, no-any-return]
 
     @property
@@ -299,15 +177,15 @@ class World:
     def work(self, rank: int) -> bool:
         """The next driver work of a rank is done; whether there was any."""
         seat = self.seats[rank]
-        agent: _Agent = seat.agent  # type: ignore[attr-defined]
-        if not agent._work or seat.silent or seat.dead:
+        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+        if not agent.work.queue or seat.silent or seat.dead:
             return False
-        work = agent._work.popleft()
+        work = agent.work.queue.popleft()
         cause, at = seat.armed[work.kind].pop(0) if seat.armed[work.kind] else (None, 0)
         seat.outcome = seat.memory.perform(work, cause, at)
         runs = " ".join(map(str, work.runs))
         self.say(f"{rank}: work {work.kind.value} txn={work.txn} {runs}: {seat.outcome or 'ok'}")
-        agent._perform(work)
+        agent.work.perform(work)
         self.progress()
         return True
 
@@ -315,9 +193,9 @@ class World:
         """Report fences that have passed; whether any had."""
         passed = False
         for seat in self.seats:
-            agent: _Agent = seat.agent  # type: ignore[attr-defined]
-            if not (seat.silent or seat.dead) and any(fence.done() for _, fence, _ in agent._fences):
-                agent._poll_fences()
+            agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+            if not (seat.silent or seat.dead) and any(item.fence.done() for item in agent.fences.waiting):
+                agent.fences.poll()
                 passed = True
         return passed
 
@@ -344,8 +222,8 @@ class World:
             for seat in self.seats:
                 if not (seat.silent or seat.dead):
                     agent = seat.agent  # type: ignore[attr-defined]
-                    agent.measure_budget()
-                    agent._beat()
+                    agent.work.measure()
+                    agent.beat()
             for (_, target), wire in self.wires.items():
                 while wire.waiting and isinstance(wire.waiting[0], Beat) and not self.seats[target].silent:
                     self.deliver(wire.source, target)
@@ -370,7 +248,7 @@ class World:
     # ------------------------------------------------------------------ the engine of one rank
 
     def _alloc(self, seat: Seat, needs: dict[int, int], number: int) -> bool:
-        agent: _Agent = seat.agent  # type: ignore[attr-defined]
+        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
         replica, wanted = agent.replica, {DomainId(domain): count for domain, count in needs.items()}
         hit = all(count <= replica.available(domain) for domain, count in wanted.items())
         if not hit:
@@ -388,7 +266,7 @@ class World:
             for domain, ids in taken.items():
                 replica.record(OpKind.ALLOC, DomainId(domain), len(ids), sum(ids))
             seat.allocations[number] = taken
-            self.say(f"{seat.rank}: alloc #{number} -> {_ids(taken)}")
+            self.say(f"{seat.rank}: alloc #{number} -> {show_ids(taken)}")
         else:
             for domain, count in wanted.items():
                 replica.record(OpKind.MISS, domain, count)
@@ -397,10 +275,10 @@ class World:
         return True
 
     def _meet(self, seat: Seat, needs: dict[DomainId, int]) -> bool | None:
-        agent: _Agent = seat.agent  # type: ignore[attr-defined]
+        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
         leader, op = agent.leader, agent.replica.op_index
         if leader is None:
-            if not agent._marks:
+            if not agent.marks.waiting:
                 return None
             with agent.entered():
                 mark = agent.next_mark(PositionKind.OP, op)
@@ -431,10 +309,10 @@ class World:
         return True
 
     def _step(self, seat: Seat) -> bool:
-        agent: _Agent = seat.agent  # type: ignore[attr-defined]
+        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
         number = seat.steps
         if agent.leader is None:
-            if not agent._marks:
+            if not agent.marks.waiting:
                 return False
             with agent.entered():
                 mark = agent.next_mark(PositionKind.STEP, number)
@@ -452,51 +330,3 @@ class World:
         if evicted:
             self.say(f"{seat.rank}: the engine evicts {evicted} tokens")
         return True
-
-
-# ---------------------------------------------------------------------- words of the trace
-
-
-def show(message: Message) -> str:
-    """A message in one line: ``MAP_FAILED txn=3 cause=...``."""
-    if isinstance(message, MarkMessage):
-        return show_mark(message.mark)
-    name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(message).__name__).upper()
-    words = [name]
-    if message.epoch != EPOCH:
-        words.append(f"epoch={message.epoch}")
-    for item in dataclasses.fields(message):
-        value = getattr(message, item.name)
-        if item.name == "epoch" or value is None:
-            continue
-        words.append(f"{item.name}={_value(value)}")
-    return " ".join(words)
-
-
-def show_mark(mark: Mark) -> str:
-    """A mark with its entries."""
-    entries = "; ".join(map(show_entry, mark.entries)) or "empty"
-    settled = " settled" if mark.settled else ""
-    return f"MARK {mark.kind.name.lower()}={mark.position} index={mark.first_index}{settled}: {entries}"
-
-
-def show_entry(entry: Entry) -> str:
-    """An entry in one line."""
-    words = [type(entry).__name__.upper()]
-    for item in dataclasses.fields(entry):
-        words.append(f"{item.name}={_value(getattr(entry, item.name))}")
-    return " ".join(words)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, tuple):
-        return "[" + " ".join(str(item) for item in value) + "]"
-    if isinstance(value, Cause):
-        return f"{{{value}}}"
-    name = getattr(value, "name", None)
-    return name if isinstance(name, str) else str(value)
-
-
-def _ids(taken: dict[int, tuple[int, ...]]) -> str:
-    parts = [",".join(map(str, ids)) for ids in taken.values()]
-    return " | ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,19 @@ os.environ.update(ENGINE_ENVIRONMENT)
 sys.path.insert(0, str(STANDINS))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: takes minutes, run by ./scripts/test_sglang --full and not in the lane")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.fixture(scope="session")
 def engine_settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The engine's resolved settings, as a scheduler process has them."""
@@ -45,15 +59,24 @@ def registry() -> Iterator[Any]:
     """The engine's hook registry; what a test applied is undone."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    with undone(HookRegistry):
+        yield HookRegistry
+
+
+@contextlib.contextmanager
+def undone(registry: Any) -> Iterator[None]:
+    """What is applied to the engine inside is undone afterwards."""
     from kvcached_dist.config import Config
     from kvcached_dist.sglang.plugin import Plugin
 
     before = {hook.target: _resolved(hook.target) for hook in Plugin(Config.preset("tests")).hooks}
-    yield HookRegistry
-    HookRegistry.reset()
-    for target, original in before.items():
-        owner, _, name = target.rpartition(".")
-        setattr(_resolved(owner), name, original)
+    try:
+        yield
+    finally:
+        registry.reset()
+        for target, original in before.items():
+            owner, _, name = target.rpartition(".")
+            setattr(_resolved(owner), name, original)
 
 
 def _resolved(target: str) -> Any:

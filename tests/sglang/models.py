@@ -104,20 +104,21 @@ DSV4_OPTIONS = (
 def write_dsv4(folder: Path) -> Path:
     """A DeepSeek-V4 of four layers, one of each kind; its arithmetic is the toy's (standins/toy_dsv4.py)."""
     (folder / "config.json").write_text(json.dumps(DSV4))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
 def write_llama(folder: Path, *, weights: bool = True) -> Path:
     """A Llama of two layers."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     if weights:
         _write_weights(folder)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes, and names for the rest of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found]
 
     names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -138,10 +139,6 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Weights that depend on nothing but this code: drawn by name, in a fixed order."""
-    import torch
-    from safetensors.torch import save_file  # type: ignore[import-not-found]
-
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     heads, kv_heads, dim = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
@@ -159,6 +156,14 @@ def _write_weights(folder: Path) -> None:
             f"{prefix}mlp.down_proj.weight": (hidden, inner),
         }
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
+    save_weights(folder, shapes)
+
+
+def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Draw weights in the order in which they are named; they depend on nothing but names and shapes."""
+    import torch
+    from safetensors.torch import save_file  # type: ignore[import-not-found]
+
     generator = torch.Generator().manual_seed(20)
     weights = {
         name: (torch.randn(shape, generator=generator) * 0.3 if len(shape) > 1 else torch.ones(shape)).to(

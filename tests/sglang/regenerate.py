@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.sglang import cases
 from tests.sglang.models import DSV4_OPTIONS, LLAMA_OPTIONS, write_dsv4, write_llama
+from tests.sglang.models_attention import MLA_OPTIONS, SWA_OPTIONS, write_mla, write_swa
 from tests.sglang.server import Server
 
 REFERENCES = Path(__file__).parent / "reference"
@@ -60,6 +61,16 @@ class Served:
 LLAMA = Served("llama_tp2", write_llama, cases.llama, 2, 1, (*LLAMA_OPTIONS, "--chunked-prefill-size", "256"))
 DSV4 = Served("dsv4_tp2_pp2", write_dsv4, cases.dsv4, 2, 2, DSV4_OPTIONS, {"TOY_DSV4": "1"})
 
+CPU_ATTENTION = {"CPU_ATTENTION": "1"}
+MLA = Served(
+    "mla_tp2", write_mla, cases.llama, 2, 1, (*MLA_OPTIONS, "--page-size", "64", "--chunked-prefill-size", "256"),
+    CPU_ATTENTION,
+)  # fmt: skip
+SWA = Served(
+    "swa_tp2_pp2", write_swa, cases.llama, 2, 2, (*SWA_OPTIONS, "--page-size", "16", "--chunked-prefill-size", "256"),
+    CPU_ATTENTION,
+)  # fmt: skip
+
 
 def regenerate(served: Served) -> None:
     """Serve natively, ask, write the file."""
@@ -81,6 +92,6 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    for chosen in (LLAMA, DSV4):
+    for chosen in (LLAMA, DSV4, MLA, SWA):
         if chosen.name in sys.argv[1:] or not sys.argv[1:]:
             regenerate(chosen)

@@ -28,8 +28,14 @@ def configurator(**changes: Any) -> Any:
         "is_draft_worker": False, "kv_cache_dtype": torch.bfloat16, "pool_page_size": 16, "device": "cpu",
         "spec_algorithm": SimpleNamespace(is_none=lambda: True), "post_capture_kv_active": False,
         "mambaish_config": None, "is_hybrid_swa": False, "use_mla_backend": False, "server_args": SimpleNamespace(),
+        "kv_cache_dtype_str": "auto",
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
+
+
+def only_windows() -> Any:
+    hf_config = SimpleNamespace(architectures=["UnlimitedOCRForCausalLM"])
+    return SimpleNamespace(full_attention_layer_ids=[], swa_attention_layer_ids=[0, 1], hf_config=hf_config)
 
 
 def sizes(tokens: int = 4096) -> Any:
@@ -63,8 +69,9 @@ def test_a_plain_model_is_taken_over(engine_settings: Any, others: list[Any]) ->
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"use_mla_backend": True}, "MLA"),
-        ({"is_hybrid_swa": True}, "sliding-window layers"),
+        ({"use_mla_backend": True, "is_hybrid_swa": True}, "MLA with sliding-window layers"),
+        ({"is_hybrid_swa": True, "model_config": only_windows()}, "sliding-window layers only"),
+        ({"kv_cache_dtype_str": "mxfp8"}, "KV of type mxfp8"),
         ({"mambaish_config": object()}, "recurrent state"),
         ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative decoding"),
         ({"post_capture_kv_active": True}, "KV sizing after graph capture"),

@@ -82,10 +82,10 @@ class Elastic:
         self.backing = StageBacking.open(_native.HostDevice(64 << 20, 4096), self.taken.stage)
         self.back(0)
         made = buffers.Dsv4Buffers(self.backing, PAGE)
-        self.plugin._dsv4 = made
+        self.plugin.building.dsv4 = made
         self.pool = engine_pool(self.taken.stage.first_layer, self.taken.stage.end_layer)
         made.finish()
-        self.plugin._dsv4 = None
+        self.plugin.building.dsv4 = None
 
     def back(self, page: int) -> None:
         """Back one page of every domain."""
@@ -146,6 +146,29 @@ def test_the_same_for_one_running_c128_state_per_request(
         row = state.kv_score_buffer.kv_score[1]
         assert torch.isneginf(row[: len(row) // 3]).all()
         assert not row[len(row) // 3 :].any()
+    finally:
+        made.backing.close()
+
+
+def test_the_same_for_the_fp4_indexer(engine_settings: Any, registry: Any) -> None:
+    from sglang.srt.runtime_context import get_exec
+
+    fp8_row = engine_pool().c4_indexer_kv_pool.get_bytes_per_token()
+    with get_exec().kernel.override(enable_deepseek_v4_fp4_indexer=True):
+        expected = tensors(engine_pool())
+        made = Elastic(registry)
+        fp4_row = made.pool.c4_indexer_kv_pool.get_bytes_per_token()
+    try:
+        assert fp4_row < fp8_row
+        found = tensors(made.pool)
+        for name, layers in expected.items():
+            assert [(t.shape, t.stride(), t.dtype) for t in found[name]] == [
+                (t.shape, t.stride(), t.dtype) for t in layers
+            ]
+        made.back(2)
+        for layer in found["c4_indexer"]:
+            assert not layer[2].any()
+            layer[2] = 7
     finally:
         made.backing.close()
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from . import mutants, runner
+from . import mutation, runner
 from .runner import (
     EVENTS_MEDIAN_MIN,
     FULL_TABLE_FROM,
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     if parsed.mutants:
-        return mutants.run_all(parsed.only, parsed.jobs)
+        return mutation.run_all(parsed.only, parsed.jobs)
     if parsed.replay is not None or parsed.directed is not None:
         return _replay(parsed)
     begun = time.monotonic()

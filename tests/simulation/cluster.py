@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from kvcached_dist import agent as agent_module
 from kvcached_dist.coord.core import reclaim
 from kvcached_dist.coord.core.entries import Publish
 from kvcached_dist.coord.core.leader import Leader
@@ -20,10 +19,11 @@ from .clock import MS, WorldClock
 from .hardware import Card, PoolModel, RankMemory
 from .host import Host
 from .network import SimLink, Wire
-from .oracle import Oracle, Violation
+from .oracle import Oracle
 from .pool import ListPool
 from .rejoin import Reform
 from .schedule import ARMED, Fault, Plan
+from .views import Violation
 from .workload import Step, Workload
 
 FIRST_EPOCH = Epoch(3)
@@ -82,8 +82,6 @@ class Cluster:
         self.clock = WorldClock()
         self.clock.offset = plan.clock_offset
         self.loop = self.clock.loop
-        # One world at a time: its agents all look at this clock.
-        agent_module.ticks = self.clock
         shape = plan.shape
         self.oracle = Oracle(self.loop, shape.pages, shape.blocks_per_page)
         self.report = Report()
@@ -204,7 +202,7 @@ class Cluster:
         null = tuple(Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.plan.shape.pages)))
         host = self.hosts[0]
         with host.agent.entered():
-            self.leader.open_grow(null, foreground=True)
+            self.leader.commit.open_grow(null, foreground=True)
         for index, other in enumerate(self.hosts):
             self.loop.after(index * 7, other, other.beat)
             self.loop.after(1 + index, other, other.schedule)
@@ -285,14 +283,19 @@ class Cluster:
         if self.faulty:
             faults.chatter(self)
         leader = self.leader
-        if leader.txn is None and leader.failure is None and leader.last_txn != self._rested and not self._working():
-            self._rested = leader.last_txn
+        if (
+            leader.commit.txn is None
+            and leader.failure is None
+            and leader.commit.last != self._rested
+            and not self._working()
+        ):
+            self._rested = leader.commit.last
             self.oracle.at_rest([peer.handles for peer in leader.peers])
 
     def _working(self) -> bool:
-        return bool(self.leader.due()) or any(
-            host.agent._work
-            or host._busy is not None
+        return bool(self.leader.log.due()) or any(
+            host.agent.work.queue
+            or host.worker.busy is not None
             or host.dead
             or host.stopped_until > self.loop.now
             or not self._quiet(host)
@@ -300,7 +303,7 @@ class Cluster:
         )
 
     def _quiet(self, host: Host) -> bool:
-        return host.agent.participant.newest_txn >= self.leader.last_txn and self._wires_empty(host)
+        return host.agent.participant.newest_txn >= self.leader.commit.last and self._wires_empty(host)
 
     def _wires_empty(self, host: Host) -> bool:
         now = self.loop.now
@@ -331,9 +334,9 @@ class Cluster:
     def phase(self) -> str:
         """Phase of the leader, one of ``PHASES``."""
         leader = self.leader
-        if leader.txn is not None:
-            return leader.txn.step.value
-        return "publishing" if any(isinstance(entry, Publish) for entry in leader.due()) else "quiet"
+        if leader.commit.txn is not None:
+            return leader.commit.txn.step.value
+        return "publishing" if any(isinstance(entry, Publish) for entry in leader.log.due()) else "quiet"
 
     def struck(self, kind: str, rank: int) -> None:
         """A fault has taken effect."""
@@ -347,7 +350,7 @@ class Cluster:
         leader_host = self.hosts[0]
         if host is leader_host:
             if op.number == 0:
-                return self.leader.txn is None
+                return self.leader.commit.txn is None
             if op.calm and self._leftover_work():
                 self.loop.after(5 * MS, host, host.unpark)
                 return False
@@ -361,8 +364,10 @@ class Cluster:
 
     def _leftover_work(self) -> bool:
         """Whether a driver call that a fault made slow still runs for a transaction that is over."""
-        current = None if self.leader.txn is None else self.leader.txn.txn
-        return any(host._busy is not None and host._busy.txn != current for host in self.hosts if not host.dead)
+        current = None if self.leader.commit.txn is None else self.leader.commit.txn.txn
+        return any(
+            host.worker.busy is not None and host.worker.busy.txn != current for host in self.hosts if not host.dead
+        )
 
     def wake(self) -> None:
         """A rank has ended a step, or has ended: others may go on."""
@@ -392,7 +397,7 @@ class Cluster:
             host.drops.armed.clear()
             host.drops.states = 0
             host.diverge = False
-            for armed in host.armed.values():
+            for armed in host.worker.armed.values():
                 armed.clear()
             host.memory.card.hog = 0
             if host.memory.card.turn == faults.ANY:

@@ -47,7 +47,7 @@ def arm(cluster: Cluster, fault: Fault) -> None:
     if fault.kind in ("drop_answer", "drop_state"):
         host.drops.armed.append(fault)
     else:
-        host.armed[WORK_OF[fault.phase]].append(fault)
+        host.worker.armed[WORK_OF[fault.phase]].append(fault)
 
 
 def inject(cluster: Cluster, fault: Fault) -> None:
@@ -194,7 +194,7 @@ def old_epoch(cluster: Cluster, host: Host) -> bool:
     source, message = cluster.plan.random.choice(known)
     message = replace(message, epoch=Epoch(message.epoch - 1))
     if isinstance(message, TxnMessage):
-        message = replace(message, txn=cluster.leader.last_txn)
+        message = replace(message, txn=cluster.leader.commit.last)
     must_not_matter(cluster, host, source, message, "S8")
     return True
 
@@ -219,14 +219,20 @@ def fingerprint(host: Host) -> str:
     """Everything of a rank that a message may change, except who was heard when."""
     participant, leader = host.agent.participant, host.leader
     records = {txn: (record.phase, tuple(record.queued)) for txn, record in participant._records.items()}
-    parts: list[object] = [participant._runs, records, participant.handles, len(host.agent._marks), host.agent.failure]
+    parts: list[object] = [
+        participant.held._runs,
+        records,
+        participant.handles,
+        len(host.agent.marks.waiting),
+        host.agent.failure,
+    ]
     if leader is not None:
-        txn = leader.txn
+        txn = leader.commit.txn
         parts += [
             None if txn is None else (txn.txn, txn.step, sorted(txn.waiting), txn.late, txn.releases),
-            leader.due(),
-            leader.retained,
-            leader.closed,
+            leader.log.due(),
+            leader.commit.retained,
+            leader.commit.closed,
             leader.failure,
             [(peer.handles, peer.left) for peer in leader.peers],
             [table._states for table in leader.tables],

@@ -1,7 +1,7 @@
 """One rank of the simulated world: the real agent without its threads, a worker, a device and an engine.
 
-The agent's threads are events here: the link readers are :meth:`Host.receive`, the worker is ``_begin_work`` and
-``_end_work``, the clock is :meth:`Host.beat` and :meth:`Host.tick`, the scheduler is :meth:`Host.schedule`.
+The agent's threads are events here: the link readers are :meth:`Host.receive`, the worker is
+:class:`SimWorker`, the clock is :meth:`Host.beat` and :meth:`Host.tick`, the scheduler is :meth:`Host.schedule`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvcached_dist.agent import Agent, Timing
-from kvcached_dist.coord.core.effects import Work, WorkKind
+from kvcached_dist.agent import Timing
 from kvcached_dist.coord.core.entries import Entry, Grant, Mark, PositionKind, Quarantine
 from kvcached_dist.coord.core.errors import GroupFailed, LinkDown, RankLost
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.core.messages import ANSWERS, Message, State
 from kvcached_dist.coord.core.participant import Participant
 from kvcached_dist.coord.core.replica import OpKind, Replica
-from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, Rank
+from kvcached_dist.coord.core.types import DomainId, Epoch, Rank
 
 from .hardware import RankMemory
-from .oracle import Violation
 from .pool import ListPool
-from .schedule import ANSWERS_OF, CAUSE_OF, Fault
-from .workload import Alloc, Free, Hint, Ids, Op, Program, Result, Step, Workload
+from .taps import BatchFence, Drops, SimAgent, SimMarks
+from .worker import SimWorker
+from .workload import Alloc, Free, Hint, Ids, Op, Program, Step, Workload
 
 if TYPE_CHECKING:
     from kvcached_dist.coord.core.demand import Foreground
@@ -37,66 +36,6 @@ LEADER = Rank(0)
 
 BLOCKED = object()
 """Result of an operation that has to wait."""
-
-
-class SimAgent(Agent):
-    """The agent of a host; everything that it sends and puts in force passes the oracle first."""
-
-    host: Host
-
-    def _send_to(self, to: Rank, message: Message) -> None:
-        self.host.sends(to, message)
-        super()._send_to(to, message)
-
-    def _apply_entry(self, entry: Entry) -> None:
-        self.host.applies(entry)
-        super()._apply_entry(entry)
-
-    def broadcast(self, mark: Mark) -> None:
-        """Send a mark to every follower."""
-        self.host.marks(mark)
-        super().broadcast(mark)
-
-
-class Drops:
-    """Answers that are lost on their way (``kvcached_dist.agent.Faults``)."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self.armed: list[Fault] = []
-        self.states = 0
-        """Replies to queries that are to be lost."""
-
-    def at(self, point: str) -> None:
-        """Points are not used: faults are placed by the phase of the transaction."""
-
-    def drops(self, message: str) -> bool:
-        """Whether this one is lost."""
-        if message == "STATE":
-            if self.states > 0:
-                self.states -= 1
-                self._host.cluster.struck("drop_state", self._host.rank)
-                return True
-            return False
-        for fault in self.armed:
-            if message in ANSWERS_OF[fault.phase]:
-                fault.nth -= 1
-                if fault.nth <= 0:
-                    self.armed.remove(fault)
-                    self._host.cluster.struck("drop_answer", self._host.rank)
-                    self.states = fault.amount if fault.kind == "drop_state" else 0
-                    return True
-        return False
-
-
-class _Fence:
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._behind = host.view.launched
-
-    def done(self) -> bool:
-        """Whether all batches launched before have finished."""
-        return self._host.view.finished >= self._behind
 
 
 class Host:
@@ -130,10 +69,9 @@ class Host:
         self.device_free_at = 0
         self.diverge = False
         self.failed_at: int | None = None
-        self.armed: dict[WorkKind, list[Fault]] = {kind: [] for kind in WorkKind}
+        self.worker = SimWorker(self)
         self.drops = Drops(self)
         self._blocked_op = 0
-        self._busy: Work | None = None
         self._begin(workload)
 
     def _begin(self, workload: Workload) -> None:
@@ -177,12 +115,14 @@ class Host:
             participant=participant,
             describe=lambda peer: f"rank {peer} (stage {self.cluster.hosts[peer].stage})",
             links=links,  # type: ignore[arg-type]
-            worker=self,
+            worker=self.worker,
             timing=Timing(self.cluster.plan.beat / 1e6, self.cluster.plan.lease / 1e6),
             faults=self.drops,
-            make_fence=lambda: _Fence(self),
+            make_fence=lambda: BatchFence(self),
+            now=self.cluster.clock,
         )
         self.agent.host = self
+        self.agent.marks = SimMarks(self, self.agent)
         self.agent.leader = leader
         self.leader = leader
         self.replica = replica
@@ -209,30 +149,6 @@ class Host:
     def marks(self, mark: Mark) -> None:
         """The leader broadcasts a mark."""
         self.cluster.oracle.marked(mark, self.view.live)
-
-    # ------------------------------------------------------------------ worker protocol of the agent
-
-    def perform(self, work: Work) -> Cause | None:
-        """The outcome of the work that has just ended."""
-        return self._outcome
-
-    def handles(self) -> tuple[int, ...]:
-        """Physical handles held now, per pool."""
-        return tuple(self.memory.held)
-
-    def budget_bytes(self) -> int:
-        """Bytes this rank could still create."""
-        memory = self.memory
-        budget = memory.card.free - memory.card.reserve
-        return max(0, min(budget, memory.limit - memory.bytes) if memory.limit else budget)
-
-    def held_bytes(self) -> int:
-        """Bytes held now."""
-        return self.memory.bytes
-
-    def set_limit(self, limit_bytes: int) -> None:
-        """A logged limit takes effect here."""
-        self.memory.limit = limit_bytes
 
     # ------------------------------------------------------------------ events
 
@@ -266,10 +182,10 @@ class Host:
         self.loop.after(self.cluster.plan.beat, self, self.beat)
         if self.agent.lost is not None:
             return
-        self.agent.measure_budget()
-        self.agent._beat()
+        self.agent.work.measure()
+        self.agent.beat()
         for peer, heard in self.heard.items():
-            if peer in self.agent._left:
+            if peer in self.agent.links.left:
                 continue
             if self.loop.now - max(heard, self.resumed_at) > self.cluster.plan.lease and self.links[peer].down is None:
                 self.link_down(peer, "silent for a lease", False, self.agent.epoch)
@@ -290,10 +206,10 @@ class Host:
     def settle(self) -> None:
         """After every event: start driver work, report fences, let the scheduler go on if it can."""
         agent = self.agent
-        if agent._fences:
-            agent._poll_fences()
-        if self._busy is None and agent._work:
-            self._begin_work(agent._work.popleft(), self.loop.now, self.life)
+        if agent.fences.waiting:
+            agent.fences.poll()
+        if self.worker.busy is None and agent.work.queue:
+            self.worker.begin(agent.work.queue.popleft(), self.loop.now, self.life)
         if agent.failure is not None and self.failed_at is None:
             self.failed_at = self.loop.now
             self.loop.note(self.rank, "failed", agent.failure.cause, int(agent.failure.cause.kind))
@@ -303,78 +219,6 @@ class Host:
         elif self._blocked_since is not None:
             self.schedule()
         self.cluster.watch()
-
-    # ------------------------------------------------------------------ the worker thread
-
-    def _begin_work(self, work: Work, asked: int, life: int) -> None:
-        if life != self.life:
-            return
-        card, plan = self.memory.card, self.cluster.plan
-        self._busy = work
-        if work.kind is WorkKind.RESERVE and card.turn not in (None, self.rank):
-            if self.loop.now - asked > plan.growth_deadline:
-                self.cluster.struck("admission", self.rank)
-                if self.agent.participant.joining:
-                    self.cluster.excuses.add((CauseKind.ADMISSION, self.rank))
-                self._outcome: Cause | None = Cause(CauseKind.ADMISSION, Rank(self.rank), "the turn did not come")
-                self.loop.after(1, self, self._end_work, work, life)
-            else:
-                self.loop.after(plan.turn_poll, self, self._begin_work, work, asked, life)
-            return
-        if work.kind is WorkKind.RESERVE:
-            card.turn = self.rank
-        delay = plan.work_delay(self)
-        slow = self._due(work, slow=True)
-        if slow is not None:
-            delay += slow.amount
-            self.cluster.struck("slow_work", self.rank)
-        if plan.work_is_early:
-            self._strike(work)
-        self.loop.after(delay, self, self._end_work, work, life)
-
-    def _strike(self, work: Work) -> None:
-        if not self.agent.participant.joining:
-            self.cluster.oracle.work_begins(self.rank, work)
-        fault = self._due(work, slow=False)
-        fail, at = (None, 0) if fault is None else (CAUSE_OF[fault.kind], fault.amount)
-        if fault is not None:
-            self.cluster.struck(fault.kind, self.rank)
-        self._outcome = self.memory.perform(work, fail, at)
-        self.loop.note(self.rank, "work", f"{work.kind.value} txn {work.txn}: {self._outcome or 'ok'}", int(work.txn))
-        if fail is None and self._outcome is not None and self._outcome.kind is CauseKind.EXHAUSTED:
-            self.cluster.struck("no_memory", self.rank)
-        if self._outcome is not None and self.agent.participant.joining:
-            self.cluster.excuses.add((self._outcome.kind, self.rank))
-        card = self.memory.card
-        if work.kind is WorkKind.RESERVE and self._outcome is None and self.memory.created_by(work.txn):
-            within = card.free >= card.reserve and self.memory.bytes <= (self.memory.limit or self.memory.bytes)
-            limit = self.memory.limit
-            self.cluster.oracle.require(within, "S14", f"rank {self.rank}: {card}, limit {limit} after a create")
-
-    def _due(self, work: Work, *, slow: bool) -> Fault | None:
-        """The fault that strikes this work, if one is armed; a driver can only fail where it has something to do."""
-        armed = self.armed[work.kind]
-        if not armed or not any(self.memory.extents(run) for run in work.runs):
-            return None
-        for fault in armed:
-            if (fault.kind == "slow_work") is slow:
-                fault.nth -= 1
-                if fault.nth <= 0:
-                    armed.remove(fault)
-                    return fault
-        return None
-
-    def _end_work(self, work: Work, life: int) -> None:
-        if life != self.life:
-            return
-        admitted = self.memory.card.turn == self.rank
-        if not self.cluster.plan.work_is_early and (work.kind is not WorkKind.RESERVE or admitted):
-            self._strike(work)
-        if work.kind is WorkKind.RESERVE and admitted:
-            self.memory.card.turn = None
-        self._busy = None
-        self.agent._perform(work)
-        self.settle()
 
     # ------------------------------------------------------------------ the scheduler thread
 
@@ -486,7 +330,7 @@ class Host:
         if self._waiting is None and not all(replica.may_grow_to(d, count) for d, count in needs.items()):
             return False
         if self.leader is None:
-            if not agent._marks:
+            if not agent.marks.waiting:
                 return BLOCKED
             with agent.entered():
                 mark = agent.next_mark(PositionKind.OP, replica.op_index)
@@ -532,7 +376,7 @@ class Host:
         if self._blocked_since is None and op.number > 0:
             self._launch()
         if self.leader is None:
-            if not agent._marks:
+            if not agent.marks.waiting:
                 return BLOCKED
             with agent.entered():
                 mark = agent.next_mark(PositionKind.STEP, op.number)
@@ -584,4 +428,4 @@ class Host:
         self.settle()
 
 
-__all__ = ["Host", "Result", "SimAgent", "Violation"]
+__all__ = ["Host"]

@@ -1,32 +1,14 @@
 """One-line breaks of the protocol. Each must be found by the simulation or a scenario, and says which rule it breaks.
 
-A mutant is data: a file, a text that stands in it exactly once, and what to put in its place. It is applied to a copy
-of the package in a temporary folder, where the directed schedules, random ones and the scenario files are run.
+A mutant is data: a file, a text that stands in it exactly once, and what to put in its place. How it is
+applied and looked for is in ``mutation``.
 """
 
 # ruff: noqa: E501  (the texts of the mutants are lines of other files)
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-RANDOM_SCHEDULES = 500
-"""Random schedules that a mutant has to survive, after the directed ones, to count as not found."""
-
-TIMEOUT_S = 900
-
-NOT_FOUND = "NOT FOUND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +37,23 @@ MUTANTS = (
     Mutant(
         "publish-after-reserve",
         "S2: mapping in the commit instead of before it",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "                self._enter(TxnStep.MAPPING)\n",
         "                self._enter(TxnStep.MAPPING)\n                self._mapped(txn)\n                return\n",
     ),
     Mutant(
         "no-txn-check",
         "S3: answers without a transaction number",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "if txn is None or message.txn != txn.txn or txn.step is not expected or rank not in txn.waiting:",
         "if txn is None or txn.step is not expected or rank not in txn.waiting:",
     ),
     Mutant(
         "abort-not-to-peers-of-the-refusing",
         "S7: a failure is not told to those who reserved",
-        _CORE + "leader.py",
-        "self._broadcast(lambda: Abort(self.epoch, txn.txn))",
-        "self._send(cause.rank, Abort(self.epoch, txn.txn))",
+        _CORE + "commit.py",
+        "self._broadcast(Abort)",
+        "leader.send(cause.rank, Abort(leader.epoch, txn.txn))",
     ),
     Mutant(
         "participant-epoch-unchecked",
@@ -100,14 +82,14 @@ MUTANTS = (
         "M3: a deadline aborts a MAP",
         _CORE + "silence.py",
         "        txn.late = True\n        pending.queries = 0\n",
-        "        leader.abort(Cause(CauseKind.DEADLINE, rank, 'late'))\n        return\n        pending.queries = 0\n",
+        "        leader.commit.abort(Cause(CauseKind.DEADLINE, rank, 'late'))\n        return\n        pending.queries = 0\n",
     ),
     Mutant(
         "M3-aborted-retry-forgets-retained",
         "M3: after an aborted retry the runs count as absent",
-        _CORE + "leader.py",
-        "        if txn.adopted:\n            self._become(txn.runs, PageState.RETAINED)",
-        "        if False:\n            self._become(txn.runs, PageState.RETAINED)",
+        _CORE + "commit.py",
+        "        if txn.adopted:\n            leader.become(txn.runs, PageState.RETAINED)",
+        "        if False:\n            leader.become(txn.runs, PageState.RETAINED)",
     ),
     Mutant(
         "M3-abort-takes-retained",
@@ -126,7 +108,7 @@ MUTANTS = (
     Mutant(
         "M4-unmap-with-one-drained",
         "M4: UNMAP when the first rank has drained",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "                txn.lag_steps = max(txn.lag_steps, lag)\n",
         "                txn.lag_steps = max(txn.lag_steps, lag)\n                txn.waiting.clear()\n",
     ),
@@ -155,7 +137,7 @@ MUTANTS = (
     Mutant(
         "M7-retry-before-all-answered",
         "M7: a retry starts while a late rank still maps",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "                txn.cause = txn.cause or cause\n            case UnmapFailed(cause=cause):",
         "                txn.cause = txn.cause or cause\n                txn.waiting.clear()\n"
         "            case UnmapFailed(cause=cause):",
@@ -163,37 +145,36 @@ MUTANTS = (
     Mutant(
         "M7-one-mapped-is-enough",
         "S2: published when the first rank has mapped",
-        _CORE + "leader.py",
-        "            case Released(handles=handles):\n                self.peers[rank].handles = handles\n",
-        "            case Released(handles=handles):\n                self.peers[rank].handles = handles\n"
+        _CORE + "commit.py",
+        "            case Released(handles=handles):\n                self._leader.peers[rank].handles = handles\n",
+        "            case Released(handles=handles):\n                self._leader.peers[rank].handles = handles\n"
         "            case TxnMessage() if txn.step is TxnStep.MAPPING:\n                txn.waiting.clear()\n",
     ),
     Mutant(
         "M8-restore-only-the-failed",
         "M8: RESTORE goes to the failed rank alone",
-        _CORE + "leader.py",
-        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n",
-        "                txn.waiting = {rank: txn.waiting[rank]}\n                self._send(rank, Restore(self.epoch, txn.txn))\n",
+        _CORE + "commit.py",
+        "                self._broadcast(Restore)\n",
+        "                txn.waiting = {rank: txn.waiting[rank]}\n                self._leader.send(rank, Restore(self._leader.epoch, txn.txn))\n",
     ),
     Mutant(
         "M8-publish-before-restored",
         "M8: PUBLISH before every rank has restored",
-        _CORE + "leader.py",
-        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n                return\n",
-        "                self._broadcast(lambda: Restore(self.epoch, txn.txn))\n                self._restored(txn)\n"
-        "                return\n",
+        _CORE + "commit.py",
+        "                self._broadcast(Restore)\n                return\n",
+        "                self._broadcast(Restore)\n                self._restored(txn)\n                return\n",
     ),
     Mutant(
         "M8-release-failure-forgotten",
         "M8: a handle that could not be released leaves the count",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "                self._retry_release(rank, txn, cause)\n                return\n",
         "                pass\n",
     ),
     Mutant(
         "M9-release-after-first-unmapped",
         "M9: RELEASE before all have unmapped",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "            case UnmapFailed(cause=cause):\n",
         "            case Unmapped():\n                txn.waiting.clear()\n            case UnmapFailed(cause=cause):\n",
     ),
@@ -208,7 +189,7 @@ MUTANTS = (
     Mutant(
         "M1-restarted-rank-holds-retained",
         "M1: an emptied rank holds something for retained runs",
-        _CORE + "epoch.py",
+        _CORE + "join.py",
         "for run, published in wanted.items() if published and run not in held)",
         "for run, published in wanted.items() if run not in held)",
     ),
@@ -216,23 +197,23 @@ MUTANTS = (
         "M2-mapping-becomes-absent",
         "M2: an open MAP is resolved as aborted",
         _CORE + "epoch.py",
-        "            leader.drop_open(PageState.RETAINED, cause)\n"
-        "            leader.retained.append(Retained(txn.runs, txn.tries, cause))\n",
-        "            leader.drop_open(PageState.ABSENT, cause)\n",
+        "            leader.commit.drop_open(PageState.RETAINED, cause)\n"
+        "            leader.commit.retained.append(Retained(txn.runs, txn.tries, cause))\n",
+        "            leader.commit.drop_open(PageState.ABSENT, cause)\n",
     ),
     Mutant(
         "M2-unmapping-comes-back",
         "M2: an UNMAP under way is not rolled forward",
         _CORE + "epoch.py",
-        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.drop_open(PageState.ABSENT, cause)\n",
-        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.drop_open(PageState.PUBLISHED, cause)\n",
+        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.commit.drop_open(PageState.ABSENT, cause)\n",
+        "        case TxnStep.UNMAPPING | TxnStep.RELEASING:\n            leader.commit.drop_open(PageState.PUBLISHED, cause)\n",
     ),
     Mutant(
         "M2-draining-rolled-forward",
         "M2: a retirement that drains is not cancelled",
         _CORE + "epoch.py",
-        "            leader.drop_open(PageState.PUBLISHED, cause)\n",
-        "            leader.drop_open(PageState.ABSENT, cause)\n",
+        "            leader.commit.drop_open(PageState.PUBLISHED, cause)\n",
+        "            leader.commit.drop_open(PageState.ABSENT, cause)\n",
     ),
     Mutant(
         "M2-mapped-but-not-logged-is-published",
@@ -244,7 +225,7 @@ MUTANTS = (
     Mutant(
         "M2-restored-is-taken-as-mapped",
         "M2: a run that is unmapped here is not mapped again",
-        _CORE + "participant.py",
+        _CORE + "join.py",
         "        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):\n            return False\n",
         "",
     ),
@@ -253,8 +234,8 @@ MUTANTS = (
         "adopt-half-a-batch",
         "S6: a smaller request adopts a part of retained runs",
         _CORE + "demand.py",
-        "            leader.open_grow(retry.runs, foreground=waiting is not None, retry=retry)\n",
-        "            leader.open_grow(retry.runs[:1], foreground=waiting is not None, retry=retry)\n",
+        "            leader.commit.open_grow(retry.runs, foreground=waiting is not None, retry=retry)\n",
+        "            leader.commit.open_grow(retry.runs[:1], foreground=waiting is not None, retry=retry)\n",
     ),
     Mutant(
         "second-map",
@@ -289,7 +270,7 @@ MUTANTS = (
     Mutant(
         "duplicate-answer-counts-twice",
         "S9: an answer counts although it is not awaited",
-        _CORE + "leader.py",
+        _CORE + "commit.py",
         "txn.step is not expected or rank not in txn.waiting:",
         "txn.step is not expected:",
     ),
@@ -304,7 +285,7 @@ MUTANTS = (
         "abort-frees-the-runs-late",
         "S6: the next RESERVE meets the runs of an ABORT that is under way",
         _CORE + "participant.py",
-        "        if not record.adopted:\n            self._become(record.runs, None)\n        self._issue(record, WorkKind.ABORT)",
+        "        if not record.adopted:\n            self.held.become(record.runs, None)\n        self._issue(record, WorkKind.ABORT)",
         "        self._issue(record, WorkKind.ABORT)",
     ),
     Mutant(
@@ -325,14 +306,14 @@ MUTANTS = (
         "failed-rank-is-not-told",
         "L2: the rank whose answer is missing lives and is not told",
         _CORE + "leader.py",
-        "            if rank != LEADER:\n                self._send(Rank(rank), Fail(self.epoch, cause))",
-        "            if rank != LEADER and rank != cause.rank:\n                self._send(Rank(rank), Fail(self.epoch, cause))",
+        "            if rank != LEADER:\n                self.send(Rank(rank), Fail(self.epoch, cause))",
+        "            if rank != LEADER and rank != cause.rank:\n                self.send(Rank(rank), Fail(self.epoch, cause))",
     ),
     Mutant(
         "two-transactions",
         "S6: a grow opens while a reclaim is under way",
         _CORE + "demand.py",
-        "        if leader.txn is not None or not leader.active or leader.quiescent():\n            return\n",
+        "        if leader.commit.txn is not None or not leader.active or leader.quiescent():\n            return\n",
         "        if not leader.active or leader.quiescent():\n            return\n",
     ),
     Mutant(
@@ -360,7 +341,7 @@ MUTANTS = (
         "drain-never-cancelled",
         "L1: a shortage waits for a retirement to drain",
         _CORE + "demand.py",
-        '            leader.cancel_retirement("an operation needs the blocks")\n            self.advance()\n',
+        '            leader.commit.cancel_retirement("an operation needs the blocks")\n            self.advance()\n',
         "            pass\n",
     ),
     Mutant(
@@ -374,15 +355,15 @@ MUTANTS = (
     Mutant(
         "entries-apply-twice",
         "S12: an entry of a mark is applied twice",
-        "kvcached_dist/agent.py",
-        "        for entry in mark.entries:\n            self._apply_entry(entry)\n",
-        "        for entry in (*mark.entries, *mark.entries[:1]):\n            self._apply_entry(entry)\n",
+        "kvcached_dist/marks.py",
+        "        for entry in mark.entries:\n            self.apply_entry(entry)\n",
+        "        for entry in (*mark.entries, *mark.entries[:1]):\n            self.apply_entry(entry)\n",
     ),
     Mutant(
         "mark-unchecked",
         "S5: a mark is applied without comparing the digest",
-        "kvcached_dist/agent.py",
-        "        self.replica.check(mark)\n",
+        "kvcached_dist/marks.py",
+        "        self._replica.check(mark)\n",
         "",
     ),
     Mutant(
@@ -396,22 +377,22 @@ MUTANTS = (
         "retire-leaves-the-free-list",
         "S4: RETIRE does not take the runs out of the free list",
         _CORE + "replica.py",
-        "            free_list.retire(run.first, run.count)\n",
-        "",
+        "                free_list.retire(run.first, run.count)\n",
+        "                pass\n",
     ),
     Mutant(
         "publish-on-arrival",
         "S5: a rank publishes when its own MAP is done",
-        "kvcached_dist/agent.py",
-        "                self.participant.publish(txn, runs)\n                self.replica.apply(entry)\n                self._pass",
-        "                self.replica.apply(entry)\n                self._pass",
+        "kvcached_dist/marks.py",
+        "                self._participant.publish(txn, runs)\n                self._replica.apply(entry)\n                self._faults",
+        "                self._replica.apply(entry)\n                self._faults",
     ),
     Mutant(
         "unretire-is-physical-only",
         "S5: UNRETIRE does not give the blocks back",
-        "kvcached_dist/agent.py",
-        "                self.participant.unretire(txn)\n                self.replica.apply(entry)\n",
-        "                self.participant.unretire(txn)\n                self.replica.next_index += 1\n",
+        "kvcached_dist/marks.py",
+        "                self._participant.unretire(txn)\n                self._replica.apply(entry)\n",
+        "                self._participant.unretire(txn)\n                self._replica.next_index += 1\n",
     ),
 )
 
@@ -419,117 +400,12 @@ _RANK_LOCAL = Mutant(
     "retire-from-a-rank-local-view",
     "M5: a rank decides with its own free list which runs to retire",
     _CORE + "replica.py",
-    "            free_list = self.free_lists[run.domain]\n            require(",
+    "            free_list = self.free_lists[run.domain]\n            try:",
     "            free_list = self.free_lists[run.domain]\n"
-    "            if self.rank > 0 and free_list.available() < 4:\n                continue\n            require(",
+    "            if self.rank > 0 and free_list.available() < 4:\n                continue\n            try:",
 )
 
 ALL = (*MUTANTS, _RANK_LOCAL)
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a mutant: by what it was found, and how fast."""
-
-    mutant: Mutant
-    found_by: str
-    seconds: float
-
-
-def apply(mutant: Mutant, root: Path) -> None:
-    """Change one file below ``root``.
-
-    Raises:
-        ValueError: the text does not stand there exactly once.
-    """
-    path = root / mutant.file
-    text = path.read_text()
-    count = text.count(mutant.old)
-    if count != 1:
-        raise ValueError(f"mutant {mutant.name}: its text stands {count} times in {mutant.file}")
-    path.write_text(text.replace(mutant.old, mutant.new))
-
-
-def copy_project(target: Path) -> None:
-    """What the simulation needs: the package without its build, and the tests."""
-    skip = shutil.ignore_patterns("__pycache__", "*.so", "coord")
-    shutil.copytree(ROOT / "kvcached_dist", target / "kvcached_dist", ignore=skip)
-    shutil.copytree(ROOT / "coord", target / "coord", ignore=shutil.ignore_patterns("__pycache__"))
-    (target / "kvcached_dist" / "coord").symlink_to(Path("..") / "coord")
-    for folder in ("simulation", "scenarios"):
-        shutil.copytree(
-            ROOT / "tests" / folder, target / "tests" / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    shutil.copytree(ROOT / "tests" / "unit" / "core", target / "tests" / "unit" / "core")
-    for package in (target / "tests", target / "tests" / "unit"):
-        (package / "__init__.py").touch()
-
-
-SITE_PACKAGES = (
-    Path(sys.executable).parent.parent
-    / "lib"
-    / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    / "site-packages"
-)
-UNIT_TESTS = "tests/unit/core/test_participant.py"
-"""Asked last: what a restarted epoch finds on a rank is too rare for random schedules."""
-
-
 UNBROKEN = Mutant("unbroken", "nothing", _CORE + "ledger.py", "LEADER = Rank(0)\n", "LEADER = Rank(0)\n")
 """The copy without a break: what is found in it says nothing about the mutants."""
-
-
-def run_one(mutant: Mutant) -> Verdict:
-    """Apply a mutant to a copy and look for it."""
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvcached-mutant-") as name:
-        root = Path(name)
-        copy_project(root)
-        apply(mutant, root)
-        # -S leaves out the finder of an editable install; pytest is then found by its folder.
-        path = os.pathsep.join((name, str(SITE_PACKAGES)))
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-        found = NOT_FOUND
-        for what, arguments in (
-            ("scenario", ["-m", "tests.scenarios"]),
-            ("simulation", ["-m", "tests.simulation", "--jobs", "1", "--schedules", str(RANDOM_SCHEDULES), "--first"]),
-            (
-                "unit test",
-                ["-m", "pytest", "-q", "-x", "--noconftest", "-c", os.devnull, "--rootdir", name, UNIT_TESTS],
-            ),
-        ):
-            try:
-                done = subprocess.run(
-                    [sys.executable, "-S", *arguments],
-                    cwd=root,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=TIMEOUT_S,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                continue  # a break that is not seen within the time counts as not found
-            if done.returncode:
-                hit = re.search(r"^(?:VIOLATION|DIFFERS|FAILED) (.*)$", done.stdout, flags=re.MULTILINE)
-                found = f"{what}: {hit.group(1)[:90] if hit else done.stderr.strip()[-90:]}"
-                break
-    return Verdict(mutant, found, time.monotonic() - begun)
-
-
-def run_all(only: str, jobs: int) -> int:
-    """Run the mutants whose name contains ``only``; exit status 0 when every one was found."""
-    chosen = [mutant for mutant in ALL if only in mutant.name]
-    baseline = run_one(UNBROKEN)
-    if baseline.found_by != NOT_FOUND:
-        print(f"without a mutant there is already a violation: {baseline.found_by}")
-        return 1
-    verdicts = []
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        for future in as_completed([pool.submit(run_one, mutant) for mutant in chosen]):
-            verdict = future.result()
-            verdicts.append(verdict)
-            print(f"{verdict.mutant.name:38} {verdict.seconds:6.1f} s  {verdict.found_by}", flush=True)
-    missed = [verdict.mutant for verdict in verdicts if verdict.found_by == NOT_FOUND]
-    print(f"mutants={len(chosen)} found={len(chosen) - len(missed)} missed={[mutant.name for mutant in missed]}")
-    return 1 if missed or not chosen else 0

@@ -57,8 +57,8 @@ class Reform:
         now = cluster.loop.now
         ready = all(
             host.agent.lost is not None
-            and host._busy is None
-            and not host.agent._work
+            and host.worker.busy is None
+            and not host.agent.work.queue
             and not host.view.batches
             and host.stopped_until <= now
             for host in self._survivors()
@@ -94,7 +94,7 @@ class Reform:
                 memory.limit = snapshot.limit_bytes
                 participant = Participant(Rank(host.rank), self.epoch, len(memory.pools))
                 host.stopped_until = host.resumed_at = 0
-                host._busy = None
+                host.worker.busy = None
                 host.view.batches.clear()
                 host.view.launched = host.view.finished = 0
             again = Workload(replace(shape, steps=1 if calm else steps), plan.seed + self.epoch)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .cluster import Cluster, Report
-from .oracle import Violation
 from .schedule import CELLS, PHASES, Plan, directed, draw
+from .views import Violation
 
 SEED_STRIDE = 10_000_000
 """Schedules that one start seed has room for."""

@@ -16,9 +16,10 @@ from .clock import Loop
 from .cluster import Cluster
 from .hardware import Card, PoolModel, RankMemory
 from .network import Wire
-from .oracle import Oracle, Violation
+from .oracle import Oracle
 from .rules import provokes
 from .schedule import Plan, directed
+from .views import Violation
 
 EPOCH = Epoch(3)
 RUN = Run(DomainId(0), PageId(1), 2)

@@ -8,7 +8,7 @@ import pytest
 
 from kvcached_dist.coord.core.participant import Participant
 
-from . import mutants
+from . import mutants, mutation
 from .cluster import Cluster
 from .runner import EVENTS_MEDIAN_MIN, Failure, Variant, attempt, run_chunk, shrink, table
 from .schedule import CELLS, PHASES, directed, draw
@@ -82,7 +82,7 @@ def test_the_table_has_a_row_for_each_fault() -> None:
 
 
 def test_mutants_still_apply() -> None:
-    wrong = [mutant.name for mutant in mutants.ALL if (mutants.ROOT / mutant.file).read_text().count(mutant.old) != 1]
+    wrong = [mutant.name for mutant in mutants.ALL if (mutation.ROOT / mutant.file).read_text().count(mutant.old) != 1]
     assert wrong == []
     names = [mutant.name for mutant in mutants.ALL]
     assert len(names) == len(set(names)) >= 25

@@ -39,6 +39,7 @@ def state(mapped_pages: int = 3, **changes: Any) -> dict[str, Any]:
             "misses": 3, "queries": 0,
         },
         "device": {"card_id": "0000:3b:00.0", "total": 8 << 30, "free": 5 << 30},
+        "runtime_pools": {},
         "log": ["event=started"],
         **changes,
     }  # fmt: skip

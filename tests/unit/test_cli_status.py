@@ -38,6 +38,20 @@ def test_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["engines"] == []
 
 
+def test_pools_that_stay_with_the_engine_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = SnapshotWriter.open(str(tmp_path), "demo", 0)
+    writer.publish(state(runtime_pools={"draft.token_to_kv_pool.kv_buffer": 3 << 20, "b[x]": 512}))
+    try:
+        assert main(["status", "--state-dir", str(tmp_path)]) == 0
+    finally:
+        writer.close()
+    printed = capsys.readouterr().out
+    assert (
+        "rank 0: stays with the engine, subtracted from the budget: b[x] 512 B,"
+        " draft.token_to_kv_pool.kv_buffer 3.0 MiB\n"
+    ) in printed
+
+
 def test_the_tables(engines: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["status", "--state-dir", str(engines)]) == 0

@@ -19,18 +19,19 @@ CORE = ROOT / "coord" / "core"
 CHECKERS = (
     *sorted(CORE.glob("*.py")),
     ROOT / "kvcached_dist" / "agent.py",
+    ROOT / "kvcached_dist" / "marks.py",
     *sorted((ROOT / "tests/simulation").glob("*.py")),
 )
 
 WRITERS = {
     ("pages.py", "_states"): {"__init__", "become"},
     ("transaction.py", "step"): {"enter"},
-    ("participant.py", "_runs"): {"__init__", "_become"},
-    ("participant.py", "phase"): {"_enter"},
+    ("runs.py", "_runs"): {"__init__", "become"},
+    ("records.py", "phase"): {"enter"},
 }
 """Attribute that holds the state of a machine -> functions of that file that may write it."""
 
-OWNERS = {"_states": ("pages.py",), "_runs": ("pages.py", "participant.py")}
+OWNERS = {"_states": ("pages.py",), "_runs": ("pages.py", "runs.py")}
 """Attributes that only these files write (the table of pages has a list of runs of its own)."""
 
 

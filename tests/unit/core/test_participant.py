@@ -29,7 +29,9 @@ from kvcached_dist.coord.core.messages import (
     Unmap,
     Unmapped,
 )
-from kvcached_dist.coord.core.participant import FINISHED_MAX, Participant, RunState
+from kvcached_dist.coord.core.participant import Participant
+from kvcached_dist.coord.core.records import FINISHED_MAX
+from kvcached_dist.coord.core.runs import RunState
 from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, PageId, Rank, Run, Txn, TxnPhase
 from tests.simulation.rules import provokes
 
@@ -100,7 +102,7 @@ def test_a_grow_and_a_reclaim(rig: Rig) -> None:
     assert rig.gets(Map(EPOCH, Txn(1))) == []
     assert rig.does() == [Mapped(EPOCH, Txn(1))]
     rig.machine.publish(Txn(1), (RUN,))
-    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+    assert rig.machine.held.runs(RunState.PUBLISHED) == [RUN]
     rig.machine.retire(Txn(2), (RUN,), False)
     assert (rig.effects(), rig.fences) == ([], [Txn(2)])
     rig.machine.on_fence(Txn(2), 3)
@@ -109,13 +111,13 @@ def test_a_grow_and_a_reclaim(rig: Rig) -> None:
     assert rig.does() == [Unmapped(EPOCH, Txn(2))]
     rig.gets(Release(EPOCH, Txn(2)))
     assert rig.does(handles=0) == [Released(EPOCH, Txn(2), (0,))]
-    assert rig.machine.runs() == []
+    assert rig.machine.held.runs() == []
 
 
 def test_a_refusal_leaves_nothing(rig: Rig) -> None:
     rig.gets(Reserve(EPOCH, Txn(1), (RUN,)))
     assert rig.does(BAD, handles=0) == [Refused(EPOCH, Txn(1), BAD)]
-    assert rig.machine.runs() == []
+    assert rig.machine.held.runs() == []
     assert rig.gets(Abort(EPOCH, Txn(1))) == []
     assert rig.work == []
 
@@ -131,7 +133,7 @@ def test_an_abort_frees_the_runs_for_the_next_reserve_at_once(rig: Rig) -> None:
     ]
     assert rig.does() == rig.does() == []
     assert rig.does() == [Reserved(EPOCH, Txn(2), (2,))]
-    assert rig.machine.runs(RunState.RESERVED) == [RUN]
+    assert rig.machine.held.runs(RunState.RESERVED) == [RUN]
 
 
 def test_an_abort_of_something_never_seen_is_remembered(rig: Rig) -> None:
@@ -145,7 +147,7 @@ def test_a_failed_map_is_adopted_by_the_identical_retry_only(rig: Rig) -> None:
     rig.does()
     rig.gets(Map(EPOCH, Txn(1)))
     assert rig.does(BAD) == [MapFailed(EPOCH, Txn(1), BAD)]
-    assert rig.machine.runs(RunState.PARTIAL) == [RUN, OTHER]
+    assert rig.machine.held.runs(RunState.PARTIAL) == [RUN, OTHER]
     with refuses("S6"):
         rig.gets(Reserve(EPOCH, Txn(2), (Run(DomainId(0), PageId(1), 1),)))
 
@@ -156,7 +158,7 @@ def test_an_aborted_retry_leaves_the_runs_retained(rig: Rig) -> None:
     rig.does()
     rig.gets(Abort(EPOCH, Txn(2)))
     rig.does()
-    assert rig.machine.runs(RunState.MAPPED) == [RUN]
+    assert rig.machine.held.runs(RunState.MAPPED) == [RUN]
 
 
 @provokes("S1")
@@ -198,7 +200,7 @@ def test_unmap_is_refused_after_the_retirement_was_cancelled(rig: Rig) -> None:
     rig.grown()
     rig.drained()
     rig.machine.unretire(Txn(2))
-    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+    assert rig.machine.held.runs(RunState.PUBLISHED) == [RUN]
     with refuses("S4"):
         rig.gets(Unmap(EPOCH, Txn(2)))
 
@@ -246,7 +248,7 @@ def test_a_restarted_rank_holds_nothing_for_retained_runs_and_retires_them_all_t
     assert rig.does(handles=0) == [Unmapped(EPOCH, Txn(2))]
     rig.gets(Release(EPOCH, Txn(2)))
     assert rig.does(handles=0) == [Released(EPOCH, Txn(2), (0,))]
-    assert rig.machine.runs() == []
+    assert rig.machine.held.runs() == []
 
 
 @provokes("S6")
@@ -282,7 +284,7 @@ def test_another_epoch_changes_nothing(rig: Rig, epoch: int) -> None:
     rig.grown()
     for message in (Reserve(Epoch(epoch), Txn(5), (OTHER,)), Abort(Epoch(epoch), Txn(1)), Unmap(Epoch(epoch), Txn(1))):
         assert rig.gets(message) == []
-    assert (rig.machine.runs(), rig.work, rig.machine.stale_messages) == ([RUN], [], 3)
+    assert (rig.machine.held.runs(), rig.work, rig.machine.stale_messages) == ([RUN], [], 3)
     assert rig.machine.newest_txn == 1
 
 
@@ -304,7 +306,7 @@ def test_a_repeated_message_changes_nothing_however_late(rig: Rig, message: TxnM
     rig.gets(Release(EPOCH, Txn(2)))
     rig.does(handles=0)
     assert rig.gets(message) == [answer]
-    assert (rig.work, rig.machine.runs()) == ([], [])
+    assert (rig.work, rig.machine.held.runs()) == ([], [])
 
 
 def test_a_repeated_message_is_silent_while_the_work_runs(rig: Rig) -> None:
@@ -322,7 +324,7 @@ def test_restore_waits_behind_an_unmap_that_runs(rig: Rig) -> None:
     assert rig.does() == [], "UNMAPPED would come too late"
     assert len(rig.does()) == 1
     rig.machine.publish(Txn(2), (RUN,))
-    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+    assert rig.machine.held.runs(RunState.PUBLISHED) == [RUN]
 
 
 def test_a_refused_release_keeps_the_run_and_may_be_repeated(rig: Rig) -> None:
@@ -332,7 +334,7 @@ def test_a_refused_release_keeps_the_run_and_may_be_repeated(rig: Rig) -> None:
     rig.does()
     rig.gets(Release(EPOCH, Txn(2)))
     rig.does(BAD, handles=1)
-    assert rig.machine.runs(RunState.STUCK) == [RUN]
+    assert rig.machine.held.runs(RunState.STUCK) == [RUN]
     rig.gets(Release(EPOCH, Txn(2)))
     assert rig.does(handles=0) == [Released(EPOCH, Txn(2), (0,))]
 
@@ -372,7 +374,7 @@ def test_a_run_that_is_unmapped_here_and_published_by_the_snapshot_is_mapped_bef
     assert rig.effects() == []
     assert [(work.kind, work.runs) for work in rig.work] == [(WorkKind.RESTORE, (RUN,))]
     assert rig.does() == [Joined(Epoch(4), (2,))]
-    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+    assert rig.machine.held.runs(RunState.PUBLISHED) == [RUN]
 
 
 def test_a_retirement_that_had_only_drained_is_taken_back_without_driver_work(rig: Rig) -> None:
@@ -380,7 +382,7 @@ def test_a_retirement_that_had_only_drained_is_taken_back_without_driver_work(ri
     rig.drained()
     rig.machine.on_snapshot(published_again())
     assert (rig.effects(), rig.work) == ([Joined(Epoch(4), (2,))], [])
-    assert rig.machine.runs(RunState.PUBLISHED) == [RUN]
+    assert rig.machine.held.runs(RunState.PUBLISHED) == [RUN]
 
 
 def test_an_abort_that_cannot_give_back_is_told(rig: Rig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_dist.coord.core.policy import Backoff, Policy, RunLength, growth_target, may_retire
+from kvcached_dist.coord.core.policy import Backoff, Policy, RecentPeak, RunLength, growth_target, may_retire
 from kvcached_dist.coord.core.types import Tick
 
 
@@ -17,6 +17,25 @@ def test_runs_get_longer_under_sustained_demand_and_short_again() -> None:
     assert seen == [1, 2, 4, 8, 10, 10]
     length.relaxed()
     assert length.pages == 1
+
+
+def test_demand_is_remembered_for_one_to_two_windows_and_forgotten_when_it_is_over() -> None:
+    peak = RecentPeak(100)
+    peak.note(8, Tick(1000))
+    seen = []
+    for now in (1050, 1100, 1199, 1200, 1250):
+        peak.note(1, Tick(now))
+        seen.append(peak.blocks)
+    assert seen == [8, 8, 8, 1, 1]
+    peak.note(9, Tick(1260))
+    peak.note(1, Tick(1700))
+    assert peak.blocks == 1, "a pause longer than a window is over at once"
+    peak.note(7, Tick(1701))
+    peak.forget()
+    assert peak.blocks == 0
+    never = RecentPeak(0)
+    never.note(8, Tick(5))
+    assert never.blocks == 0
 
 
 def test_pauses_double_up_to_the_longest_and_end() -> None:

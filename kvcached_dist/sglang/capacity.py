@@ -1,0 +1,122 @@
+"""How many tokens a rank could ever hold: the engine sizes by the memory that is free now, elastic pools by the card.
+
+A prompt that no rank could hold must get the engine's own error instead of blocking the queue, so the engine is told
+the least number of all ranks before it builds anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..coord.core.errors import ConfigError
+from . import engine
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+CUDA_GRANULE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a token of the engine's capacity costs this rank.
+
+    Attributes:
+        token_bytes: bytes of a token in the pools that are counted one to one.
+        window_bytes: bytes of a token in the pools of window layers.
+        window_share: window tokens per token of capacity.
+        lanes: buffers; each can share a granule with a neighbour at either end.
+    """
+
+    token_bytes: int
+    window_bytes: int = 0
+    window_share: float = 0.0
+    lanes: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per token of capacity, window pools included."""
+        return self.token_bytes + self.window_share * self.window_bytes
+
+
+def demand(configurator: Any, sizes: Any) -> Demand:
+    """What this rank's share of the model costs per token.
+
+    Args:
+        configurator: the engine's ``KVCacheConfigurator``.
+        sizes: the sizes that it derived.
+    """
+    model, parallel, info = configurator.model_config, configurator.ps, configurator.layer_info
+    item = configurator.kv_cache_dtype.itemsize
+    layers = info.end_layer - info.start_layer
+    if configurator.use_mla_backend:
+        # Every rank keeps the whole latent, whatever the tensor-parallel size.
+        row = model.kv_lora_rank + model.qk_rope_head_dim
+        return Demand(row * item * layers, lanes=layers)
+    heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    row = heads * (model.head_dim + (getattr(model, "v_head_dim", None) or model.head_dim)) * item
+    if not configurator.is_hybrid_swa:
+        return Demand(row * layers, lanes=2 * layers)
+    full, window = len(model.full_attention_layer_ids), len(model.swa_attention_layer_ids)
+    # Models without a geometry of their own for window layers use that of the others.
+    window_row = row
+    if configurator.is_hybrid_swa_compress:
+        window_heads = model.get_swa_num_kv_heads(parallel.attn_tp_size)
+        window_row = window_heads * (model.swa_head_dim + model.swa_v_head_dim) * item
+    share = sizes.swa_max_total_num_tokens / max(1, sizes.full_max_total_num_tokens)
+    return Demand(row * full, window_row * window, share, 2 * (full + window))
+
+
+def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
+    """Tokens that the physical memory of this rank could hold beside its reserve, in whole pages of the engine.
+
+    Args:
+        configurator: the engine's ``KVCacheConfigurator``.
+        sizes: the sizes that it derived.
+        config: settings.
+    """
+    if engine.is_dsv4(configurator):
+        # Its sizes hang together in more ways than one number says; what does not fit is queued or retracted.
+        return int(sizes.max_total_num_tokens)
+    page, costs = int(configurator.pool_page_size), demand(configurator, sizes)
+    if configurator.device == "cpu":
+        usable, granule = config.host_capacity_bytes, config.host_granule_bytes
+    else:
+        free_and_total = torch.cuda.mem_get_info(configurator.gpu_id)
+        own = torch.cuda.memory_reserved(configurator.gpu_id)
+        usable, granule = int(free_and_total[1] * config.gpu_utilization) - own, CUDA_GRANULE_BYTES
+    # The null page of every pool, and one shared granule at either end of every lane.
+    null_pages = (costs.token_bytes + costs.window_bytes) * page
+    usable -= costs.lanes * 2 * granule + null_pages
+    return max(0, int(usable // (costs.bytes * page)) * page)
+
+
+def cut(sizes: Any, tokens: int, configurator: Any) -> Any:
+    """The engine's sizes with less capacity; window tokens keep their share.
+
+    Args:
+        sizes: the sizes that the engine derived.
+        tokens: what every rank could hold, in whole pages.
+        configurator: the engine's ``KVCacheConfigurator``.
+
+    Raises:
+        ConfigError: window layers could not admit a single request.
+    """
+    fields = {name: getattr(sizes, name) for name in type(sizes).__struct_fields__}
+    fields["max_total_num_tokens"] = tokens
+    if configurator.is_hybrid_swa:
+        page = int(configurator.pool_page_size)
+        share = sizes.swa_max_total_num_tokens / max(1, sizes.full_max_total_num_tokens)
+        window = int(tokens * share) // page * page
+        least = int(configurator.sliding_window_size or 0) + page
+        if window <= least:
+            raise ConfigError(
+                f"the smallest rank could hold {tokens} tokens beside its reserve, {window} of them in window layers;"
+                f" a request needs more than {least} there: lower the reserve or raise KVCACHED_GPU_UTILIZATION (on the"
+                " host backend KVCACHED_DIST_HOST_CAPACITY_BYTES)"
+            )
+        fields |= {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": window}
+    return type(sizes)(**fields)

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""The real engine on cards: native pools against elastic ones, in one run, with its own attention kernels.
+
+    scripts/bench_sglang_gpu.py --models qwen3,deepseek_v4 --rounds 2 --json docs/benchmarks/data/sglang-h200.json
+    scripts/bench_sglang_gpu.py --models qwen3 --graphs --tp 2
+
+For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
+asked. First both answer the same requests: greedy tokens and their log probabilities must be equal. Then the same load
+goes to one and the other in turn, in changing order, and the prefix cache is flushed after each, so that the elastic
+pools grow from nothing every time. Rounds of the same kind differ by the noise of the machine.
+
+*returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from serving import measure
+from serving.load import random_requests
+from serving.models import MODELS, Model
+from serving.server import Server
+
+EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
+GRAPHS = (
+    "--cuda-graph-config",
+    json.dumps({"decode": {"backend": "full", "bs": [1, 2, 4, 8, 16, 32]}, "prefill": {"backend": "disabled"}}),
+)
+SHOWN = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms")
+
+
+def main() -> int:
+    """Measure, print, write; 1 when tokens differ or a request failed."""
+    arguments = parse()
+    console = Console(width=140, highlight=False)
+    report = measure.describe("sglang", "scripts/bench_sglang_gpu.py")
+    report["cells"] = []
+    kinds = [(MODELS[name], False) for name in arguments.models]
+    kinds += [(MODELS[name], True) for name in arguments.models if arguments.graphs]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for model, graphs in kinds:
+            report["cells"].append(cell(console, model, graphs, arguments, Path(folder)))
+            if arguments.json:
+                Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if any(bad(found) for found in report["cells"]) else 0
+
+
+def bad(found: dict[str, Any]) -> bool:
+    """Whether a cell says that something is wrong."""
+    failed = any(run["client"]["failed"] for runs in found.get("runs", {}).values() for run in runs)
+    return bool(found.get("failure") or failed or found["tokens"]["different"] or found["tokens"]["errors_at_once"])
+
+
+def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One model, with captured graphs or without."""
+    title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
+    found: dict[str, Any] = {"model": model.name, "tp": arguments.tp, "graphs": graphs}
+    options = GRAPHS if graphs else EAGER
+    servers = {}
+    try:
+        for kind in ("native", "elastic"):
+            name = f"{model.name}-{'graphs' if graphs else 'eager'}-{kind}"
+            servers[kind] = Server.launch(
+                name, model, folder, elastic=kind == "elastic", tp=arguments.tp, options=options
+            )
+        for kind, server in servers.items():
+            found[f"ready_{kind}_s"] = server.ready()
+        found["card_used"] = measure.card_used_bytes()
+        found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
+        found["runs"] = rounds(servers, model, arguments)
+        found["pools"] = {name: pool["static_bytes"] for name, pool in servers["elastic"].states()[0]["pools"].items()}
+        show(console, title, found)
+    except Exception as error:
+        found["failure"] = str(error)[-4000:]
+        found["logs"] = {kind: server.tail(60) for kind, server in servers.items()}
+        console.print(f"[bold]{title}: failed[/]\n{found['failure']}")
+    finally:
+        for server in servers.values():
+            server.stop()
+    return found
+
+
+def rounds(servers: dict[str, Server], model: Model, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Loads in turn; the first one of each kind warms up and is left out."""
+    slow = model.name == "deepseek_v4"
+    parallel = 16 if slow else 32
+    number = arguments.requests or (96 if slow else 640)
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in servers}
+    for turn in range(arguments.rounds + 1):
+        requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
+        for kind in list(servers)[:: 1 if turn % 2 else -1]:
+            run = measure.loaded(servers[kind], requests, parallel)
+            if turn:
+                runs[kind].append(run)
+    return runs
+
+
+def show(console: Console, title: str, found: dict[str, Any]) -> None:
+    """One table: medians, and the spread of the rounds."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "native", "elastic", "elastic / native"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for key in SHOWN:
+        cells, middles = [], []
+        for runs in found["runs"].values():
+            values = sorted(run["client"].get(key, float("nan")) for run in runs)
+            middles.append(statistics.median(values))
+            cells.append(f"{middles[-1]:.2f} ({values[0]:.2f} to {values[-1]:.2f})")
+        table.add_row(key, *cells, f"{middles[1] / middles[0]:.3f}")
+    console.print(table)
+    same = found["tokens"]
+    console.print(
+        f"tokens: {same['requests']} requests, different {same['different']}, log probabilities differ by at most"
+        f" {same['largest_logprob_difference']:.2g}; errors {same['errors_at_once']}"
+    )
+    for run in found["runs"]["elastic"]:
+        memory, stalls = run["memory"], run["counters"].get("grow_foreground", 0)
+        console.print(
+            f"elastic: idle {mib(memory['idle'])}, peak {mib(memory['peak'])}, after {mib(memory['after'])} MiB;"
+            f" 95 % back after {memory['returned_95_s'] and round(memory['returned_95_s'], 2)} s;"
+            f" {stalls} foreground growths in {run['steps']} steps; {run['counters']}"
+        )
+
+
+def mib(values: list[int]) -> str:
+    """Bytes per rank as MiB."""
+    return "/".join(str(value >> 20) for value in values)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, one card each")
+    parser.add_argument("--graphs", action="store_true", help="also with captured decode graphs")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
+    parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
+    return parser.parse_args()
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated model names."""
+    chosen = text.split(",")
+    if unknown := [name for name in chosen if name not in MODELS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: known are {', '.join(MODELS)}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What is measured of a server under load: the client's view, and memory from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvcached_dist import __version__
+
+from . import load
+from .load import Request
+from .server import Server, mapped_bytes
+
+SAMPLE_S = 0.02
+WATCH_S = 0.1
+SETTLE_S = 6.0
+"""How long memory may take to come back before that is what is reported."""
+
+EQUALITY_PROMPTS = (40, 600, 3000, 600)
+"""Tokens of the prompts that are asked one after another; the last one hits the prefix cache."""
+
+
+def describe(benchmark: str, script: str) -> dict[str, Any]:
+    """Everything that a reader needs to judge the figures."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    cards = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    return {
+        "benchmark": benchmark,
+        "command": shlex.join([script, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "version": __version__,
+        "cards": cards,
+        "torch": torch.__version__,
+        "sglang": _sglang_version(),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "load": [round(value, 2) for value in os.getloadavg()],
+    }
+
+
+def _sglang_version() -> str:
+    from importlib import metadata
+
+    return metadata.version("sglang")
+
+
+def card_used_bytes() -> list[int]:
+    """Memory in use per card, of all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    return [int(line) << 20 for line in lines]
+
+
+def tokens(server: Server) -> dict[str, Any]:
+    """Greedy tokens and log probabilities: cold, longer, chunked, prefix hit, flushed, and eight at once."""
+    choose = random.Random(11)
+    prompt = load.random_prompt(choose, max(EQUALITY_PROMPTS))
+    server.flush()
+    found: dict[str, Any] = {}
+    for number, length in enumerate(EQUALITY_PROMPTS):
+        found[f"{number}: {length} tokens"] = server.generate(prompt[:length], 24)
+    server.flush()
+    found["flushed"] = server.generate(prompt[:600], 24)
+    requests = [Request(0.0, prompt[100 * k : 100 * k + 900], 16) for k in range(8)]
+    answers = load.play(server.port, requests)
+    found["errors_at_once"] = [answer.error for answer in answers if answer.error]
+    server.flush()
+    return found
+
+
+def compare(native: dict[str, Any], elastic: dict[str, Any]) -> dict[str, Any]:
+    """Where tokens differ, and the largest difference of a log probability."""
+    names = [name for name in native if name != "errors_at_once"]
+    largest = 0.0
+    for name in names:
+        pairs = zip(native[name][1], elastic[name][1], strict=True)
+        largest = max([largest, *(abs(left - right) for left, right in pairs)])
+    return {
+        "requests": len(names),
+        "different": [name for name in names if native[name][0] != elastic[name][0]],
+        "largest_logprob_difference": largest,
+        "errors_at_once": native["errors_at_once"] + elastic["errors_at_once"],
+        "first_tokens": {name: native[name][0][:8] for name in names},
+    }
+
+
+Series = list[tuple[float, list[int]]]
+
+
+@contextlib.contextmanager
+def watched(server: Server) -> Iterator[Series]:
+    """Mapped bytes per rank over time while the body runs; native servers give nothing.
+
+    Read by a process of its own: the client measures times, and a thread beside it would hold its interpreter up.
+    """
+    series: Series = []
+    if not server.elastic:
+        yield series
+        return
+    context = multiprocessing.get_context("spawn")
+    ended, found = context.Event(), context.SimpleQueue()
+    sampler = context.Process(target=_sample, args=(str(server.folder), server.name, ended, found), name="memory")
+    sampler.start()
+    series.append((0.0, found.get()))
+    try:
+        yield series
+    finally:
+        ended.set()
+        series += found.get()
+        sampler.join()
+
+
+def _sample(folder: str, name: str, ended: Any, found: Any) -> None:
+    series: Series = []
+    found.put(mapped_bytes(folder, name))
+    begin = time.perf_counter()
+    while not ended.wait(WATCH_S):
+        series.append((time.perf_counter() - begin, mapped_bytes(folder, name)))
+    found.put(series)
+
+
+def loaded(server: Server, requests: Sequence[Request], parallel: int) -> dict[str, Any]:
+    """One load on one server: the client's view, and of elastic pools memory before, under load and after."""
+    before, counters, steps = server.mapped_bytes(), server.counters(), server.steps()
+    with watched(server) as series:
+        answers = load.play(server.port, requests, parallel)
+    result: dict[str, Any] = {"client": load.summary(answers)}
+    result["errors"] = [answer.error for answer in answers if answer.error][:5]
+    result["steps"] = server.steps() - steps
+    if not server.elastic:
+        server.flush()
+        return result
+    peak = [max(sample[1][rank] for sample in series) for rank in range(len(before))]
+    returned = memory_returns(server, before, peak)
+    after = server.counters()
+    result["memory"] = {"idle": before, "peak": peak, **returned}
+    result["counters"] = {name: after[name] - counters.get(name, 0) for name in after}
+    return result
+
+
+def memory_returns(server: Server, idle: Sequence[int], peak: Sequence[int]) -> dict[str, Any]:
+    """Flush, and see how fast 95 % of what the load had mapped goes back."""
+    server.flush()
+    begin = time.perf_counter()
+    wanted = [low + 0.05 * (high - low) for low, high in zip(idle, peak, strict=True)]
+    reached: float | None = None
+    series: Series = []
+    while (now := time.perf_counter() - begin) < SETTLE_S:
+        mapped = server.mapped_bytes()
+        series.append((round(now, 3), mapped))
+        if all(have <= want for have, want in zip(mapped, wanted, strict=True)):
+            reached = now
+            break
+        time.sleep(SAMPLE_S)
+    return {"after": series[-1][1], "returned_95_s": reached, "series": series[:: max(1, len(series) // 40)]}

@@ -1,0 +1,208 @@
+"""One server of the engine on cards, native or elastic."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvcached_dist.snapshot import list_engines
+
+from .models import Model
+
+READY_S = 400.0
+"""A first start on a machine builds kernels."""
+
+_DECODE_LOG_STEPS = 40
+"""Decode steps between two lines about them in the engine's log."""
+
+
+def states(folder: str, name: str) -> list[dict[str, Any]]:
+    """Snapshots of all ranks of an engine, in rank order."""
+    engines = [engine for engine in list_engines(folder) if engine.name == name]
+    views = sorted((rank for engine in engines for rank in engine.ranks), key=lambda view: view.rank)
+    return [dict(view.state) for view in views if view.state is not None]
+
+
+def mapped_bytes(folder: str, name: str) -> list[int]:
+    """Mapped bytes of the pools of an engine per rank."""
+    return [sum(pool["mapped_bytes"] for pool in state["pools"].values()) for state in states(folder, name)]
+
+
+@dataclass
+class Server:
+    """One running server.
+
+    Attributes:
+        name: engine name of its snapshots.
+        elastic: with this library's pools.
+        port: where it answers.
+        folder: of its log and snapshots.
+        process: the launcher.
+    """
+
+    name: str
+    elastic: bool
+    port: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def launch(
+        cls,
+        name: str,
+        model: Model,
+        folder: Path,
+        *,
+        elastic: bool,
+        tp: int = 1,
+        tokens: int | None = None,
+        options: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
+    ) -> Server:
+        """Start it; :meth:`ready` waits for it.
+
+        Args:
+            name: of the engine.
+            model: what is served.
+            folder: for the model, the log and the snapshots.
+            elastic: with this library's pools.
+            tp: tensor-parallel ranks, one card each.
+            tokens: capacity of the pools; default the model's.
+            options: further arguments of the server.
+            settings: environment variables on top.
+        """
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        path = model.write(folder / f"model-{model.name}")
+        command = [
+            sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(path), "--load-format",
+            "dummy", "--host", "127.0.0.1", "--port", str(port), "--sampling-backend", "pytorch", "--grammar-backend",
+            "none", "--disable-custom-all-reduce", "--mem-fraction-static", "0.9", "--max-total-tokens",
+            str(tokens or model.capacity_tokens), "--random-seed", "7", "--tp", str(tp), *model.options, *options,
+        ]  # fmt: skip
+        ours = {
+            "ENABLE_KVCACHED": "1",
+            "KVCACHED_REQUIRE": "1",
+            "KVCACHED_IPC_NAME": name,
+            "KVCACHED_DIST_STATE_DIR": str(folder),
+            "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR": str(folder),
+        }
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("KVCACHED_", "ENABLE_KV"))},
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+            **model.settings,
+            **(ours if elastic else {}),
+            **(settings or {}),
+        }
+        with (folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return cls(name, elastic, port, folder, process)
+
+    def ready(self) -> float:
+        """Wait until it answers a request; seconds that it took.
+
+        Raises:
+            RuntimeError: it ended or was not ready in time; with the end of its log.
+        """
+        begin = time.monotonic()
+        while time.monotonic() < begin + READY_S:
+            if self.process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                self.generate([5, 6, 7], 2)
+                return time.monotonic() - begin
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                time.sleep(0.5)
+        raise RuntimeError(f"server {self.name} did not become ready:\n{self.tail()}")
+
+    def stop(self) -> None:
+        """End it and everything that it started."""
+        try:
+            members = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            members = []
+        for member in (*members, self.process):
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(20)
+
+    # ------------------------------------------------------------------ requests
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One request; the decoded answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body or {}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens and the log probability of each."""
+        parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
+        answer = self.post("/generate", body)
+        return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+    def flush(self) -> None:
+        """Empty the prefix cache; waits until nothing runs."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.post("/flush_cache")
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    # ------------------------------------------------------------------ from outside
+
+    def states(self) -> list[dict[str, Any]]:
+        """Snapshots of all ranks, in rank order; none of a native server."""
+        return states(str(self.folder), self.name)
+
+    def mapped_bytes(self) -> list[int]:
+        """Mapped bytes of the pools per rank."""
+        return mapped_bytes(str(self.folder), self.name)
+
+    def counters(self) -> dict[str, int]:
+        """Counters of the leader; empty for a native server."""
+        states = self.states()
+        return dict(states[0]["counters"]) if states else {}
+
+    def log(self) -> str:
+        """Everything it printed."""
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")
+
+    def steps(self) -> int:
+        """Steps of the engine so far, by its log: prefill batches, and decode batches in groups of 40."""
+        text = self.log()
+        decode = len(re.findall(r"Decode batch", text))
+        return len(re.findall(r"Prefill batch", text)) + decode * _DECODE_LOG_STEPS
+
+    def tail(self, lines: int = 40) -> str:
+        """End of its log."""
+        kept = [line for line in self.log().splitlines() if "Ignore import" not in line]
+        return "\n".join(kept[-lines:])

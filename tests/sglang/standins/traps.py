@@ -1,0 +1,90 @@
+"""Disturbances of a running engine, and a record of what its ranks did and when.
+
+Loaded by the engine as a plugin, in force with TRAPS naming a folder. Everything that happens is one line of
+``events`` there: time (of the machine's monotonic clock), process, what, numbers. A test switches disturbances on by
+files in the folder: ``slow`` makes all ranks slow, ``late`` the last pipeline stage, ``hold`` makes one follower keep
+its interpreter for the seconds that stand in the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ.get("TRAPS", ""))
+LATE_S = 0.03
+"""How long the last stage sleeps before each batch."""
+
+SLOW_S = 0.1
+"""How long all ranks sleep before each batch."""
+
+PARKED = "_kvcached_parked"
+"""The mark that the library leaves at the engine's admission when a chunk found nothing."""
+
+
+def register() -> None:
+    """Entry point of the engine's plugin group."""
+    if not os.environ.get("TRAPS"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    HookRegistry.register(f"{scheduler}run_batch", _batch, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}process_input_requests", _iteration, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.mem_cache.radix_cache.RadixCache.evict", _evicted, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", _chunk, HookType.AFTER)
+    HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applied, HookType.AFTER)
+    HookRegistry.register("kvcached_dist.physical.PhysicalWorker.perform", _driver_work, HookType.BEFORE)
+
+
+def note(what: str, *numbers: int) -> None:
+    """Append one event. One write of a short line: lines of several processes do not mix."""
+    line = f"{time.monotonic():.6f} {os.getpid()} {what} {' '.join(map(str, numbers))}\n"
+    file = os.open(FOLDER / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+def _batch(scheduler: Any, *_: Any, **__: Any) -> None:
+    parallel = scheduler.ps
+    if parallel.pp_rank == parallel.pp_size - 1 > 0 and (FOLDER / "late").exists():
+        time.sleep(LATE_S)
+    if (FOLDER / "slow").exists():
+        time.sleep(SLOW_S)
+    note("batch", parallel.pp_rank, parallel.tp_rank)
+
+
+def _iteration(scheduler: Any, *_: Any) -> None:
+    hold = FOLDER / "hold"
+    if scheduler.ps.tp_rank != scheduler.ps.tp_size - 1 or not hold.exists():
+        return
+    seconds = int(hold.read_text())
+    hold.unlink()
+    note("hold", seconds)
+    # Called through PyDLL, a function keeps the interpreter: no other thread of this process runs meanwhile.
+    ctypes.PyDLL(None).sleep(seconds)
+    note("held", seconds)
+
+
+def _chunk(_result: Any, adder: Any, *_: Any) -> None:
+    if getattr(adder, PARKED, False):
+        note("parked")
+
+
+def _evicted(result: Any, _cache: Any, *_: Any, **__: Any) -> None:
+    if result.num_tokens_evicted:
+        note("evict", result.num_tokens_evicted)
+
+
+def _applied(entries: Any, coordinator: Any, *_: Any) -> None:
+    for entry in entries:
+        note(type(entry).__name__, coordinator.world.rank, getattr(entry, "txn", 0))
+
+
+def _driver_work(_worker: Any, work: Any) -> None:
+    note(work.kind.name, work.txn)

@@ -1,0 +1,101 @@
+"""What the engine is told that a rank could ever hold, per family of pools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcached_dist.config import Config
+from kvcached_dist.coord.core.errors import ConfigError
+from kvcached_dist.sglang import capacity
+from tests.sglang.test_agreement import configurator, sizes
+
+GRANULE = 4096
+
+
+def latent(tp: int = 2) -> Any:
+    made = configurator(use_mla_backend=True, pool_page_size=64)
+    made.ps.attn_tp_size = tp
+    made.model_config.kv_lora_rank, made.model_config.qk_rope_head_dim = 512, 64
+    return made
+
+
+def hybrid(**changes: Any) -> Any:
+    made = configurator(is_hybrid_swa=True, is_hybrid_swa_compress=False, sliding_window_size=63, **changes)
+    made.model_config.full_attention_layer_ids, made.model_config.swa_attention_layer_ids = [1], [0]
+    return made
+
+
+def window_sizes(full: int = 4096, window: int = 2048) -> Any:
+    fields = {name: getattr(sizes(full), name) for name in type(sizes()).__struct_fields__}
+    fields |= {"full_max_total_num_tokens": full, "swa_max_total_num_tokens": window}
+    return type(sizes())(**fields)
+
+
+def settings(capacity_bytes: int) -> Config:
+    return Config.preset("tests", host_capacity_bytes=capacity_bytes, host_granule_bytes=GRANULE)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_latent_is_whole_on_every_rank(tp: int, engine_settings: Any) -> None:
+    assert capacity.demand(latent(tp), sizes()) == capacity.Demand(576 * 2 * 2, lanes=2)
+
+
+def test_heads_are_shared_and_k_and_v_can_differ(engine_settings: Any) -> None:
+    made = configurator()
+    made.model_config.v_head_dim = 8
+    made.model_config.get_num_kv_heads = lambda tp, _dcp: 8 // tp
+    assert capacity.demand(made, sizes()).token_bytes == 4 * (16 + 8) * 2 * 2
+
+
+def test_window_layers_count_with_their_share(engine_settings: Any) -> None:
+    costs = capacity.demand(hybrid(), window_sizes())
+    assert (costs.token_bytes, costs.window_bytes, costs.window_share) == (64, 64, 0.5)
+    assert costs.bytes == 96
+
+
+def test_window_layers_can_have_a_geometry_of_their_own(engine_settings: Any) -> None:
+    made = hybrid()
+    made.is_hybrid_swa_compress = True
+    made.model_config.get_swa_num_kv_heads = lambda _tp: 3
+    made.model_config.swa_head_dim, made.model_config.swa_v_head_dim = 8, 4
+    assert capacity.demand(made, window_sizes()).window_bytes == 3 * 12 * 2
+
+
+def test_what_fits_is_whole_pages_with_null_pages_and_borders_taken_off(engine_settings: Any) -> None:
+    page_bytes = 64 * 576 * 2 * 2
+    spare = 2 * 2 * GRANULE + page_bytes
+    fits = [capacity.fitting_tokens(latent(), sizes(), settings(spare + pages * page_bytes)) for pages in (0, 1, 7)]
+    assert fits == [0, 64, 7 * 64]
+    assert capacity.fitting_tokens(latent(), sizes(), settings(spare + 7 * page_bytes - 4096)) == 6 * 64
+
+
+def test_a_cut_keeps_the_share_of_window_tokens(engine_settings: Any) -> None:
+    less = capacity.cut(window_sizes(), 1024, hybrid())
+    assert (less.max_total_num_tokens, less.full_max_total_num_tokens, less.swa_max_total_num_tokens) == (
+        1024, 1024, 512,
+    )  # fmt: skip
+    assert less.max_running_requests == window_sizes().max_running_requests
+    assert capacity.cut(sizes(4096), 1024, configurator()).full_max_total_num_tokens is None
+
+
+def test_a_window_that_does_not_fit_is_said(engine_settings: Any) -> None:
+    # More than the window of 63 and a page of 16 tokens: the engine itself refuses less.
+    assert capacity.cut(window_sizes(), 192, hybrid()).swa_max_total_num_tokens == 96
+    with pytest.raises(ConfigError, match=r"144 tokens beside its reserve, 64 of them in window layers.*more than 79"):
+        capacity.cut(window_sizes(), 144, hybrid())
+
+
+def test_types_of_eight_bits_are_one_byte(engine_settings: Any) -> None:
+    made = latent()
+    made.kv_cache_dtype = torch.float8_e4m3fn
+    assert capacity.demand(made, sizes()).token_bytes == 576 * 2
+
+
+def test_deepseek_v4_is_not_cut(engine_settings: Any) -> None:
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]))
+    made = SimpleNamespace(model_config=model)
+    assert capacity.fitting_tokens(made, sizes(4096), settings(GRANULE)) == 4096

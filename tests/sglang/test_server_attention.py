@@ -1,0 +1,106 @@
+"""The real server with MLA at two tensor-parallel ranks, and with a sliding-window hybrid at two ranks in two stages.
+
+Pages of 64 and of 16 tokens, chunked prefill. The tests run in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang import cases
+from tests.sglang.regenerate import MLA, SWA, Served
+from tests.sglang.server import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+POOLS = {MLA.name: {"mla_kv": "full"}, SWA.name: {"mha_kv": "full", "swa_kv": "swa"}}
+
+
+@pytest.fixture(scope="module", params=[MLA, SWA], ids=lambda served: str(served.name))
+def served(request: Any) -> Served:
+    found: Served = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
+    settings = {
+        "ENABLE_KVCACHED": "1",
+        "KVCACHED_REQUIRE": "1",
+        "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
+        "KVCACHED_DIST_HOST_CAPACITY_BYTES": "8M",
+        "KVCACHED_MIN_RESERVED_PAGES": "1",
+        "KVCACHED_MAX_RESERVED_PAGES": "2",
+        "KVCACHED_DIST_BEAT_S": "0.1",
+        # The last rank refuses once while the first prompt is served: all ranks see the same miss.
+        "KVCACHED_DIST_FAULTS": f"rank={served.tp * served.pp - 1},op=create,nth=12,count=1",
+    }
+    started = served.start(folder, settings)
+    yield started
+    started.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def published(server: Server) -> list[dict[str, int]]:
+    return [{name: domain["published"] for name, domain in state["domains"].items()} for state in server.states()]
+
+
+def eventually(reached: Callable[[], bool], server: Server, wait_s: float = 60.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not reached():
+        assert time.monotonic() < deadline, (published(server), server.mapped_bytes())
+        time.sleep(0.05)
+
+
+def test_every_pool_is_elastic_on_every_rank(served: Served, server: Server) -> None:
+    log = server.log.read_text()
+    ranks = range(served.tp * served.pp)
+    wanted = [
+        f"event=pool rank={rank} name={name} elastic=yes domain={domain}"
+        for rank in ranks
+        for name, domain in POOLS[served.name].items()
+    ]
+    assert [line for line in wanted if line not in log] == []
+    assert [state["runtime_pools"] for state in server.states()] == [{} for _ in ranks]
+
+
+def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Served, server: Server) -> None:
+    before = published(server)
+    found = served.ask(server.generate, server.flush)
+    expected = served.reference
+    assert {name for name in expected if expected[name] != found[name]} == set()
+    after = published(server)
+    assert all(after[0][name] > before[0][name] for name in POOLS[served.name].values())
+    assert server.grows() >= 4
+    assert server.counter("refused") >= 1
+
+
+def test_memory_comes_back_and_the_next_request_reads_fresh_pages(served: Served, server: Server) -> None:
+    full = server.mapped_bytes()
+    server.flush()
+    # A retired run is out of the lists at once and out of memory a little later.
+    eventually(
+        lambda: all(less < more // 2 for less, more in zip(server.mapped_bytes(), full, strict=True)), server
+    )  # fmt: skip
+    assert server.counter("reclaimed_runs") >= 2
+    eventually(lambda: len({tuple(sorted(state.items())) for state in published(server)}) == 1, server)
+    assert server.generate(*cases.LLAMA_COLD) == served.reference["cold"]
+    assert [state["failure"] for state in server.states()] == [None] * (served.tp * served.pp)
+
+
+def test_a_window_needs_less_than_the_whole_prompt(served: Served, server: Server) -> None:
+    if served is not SWA:
+        pytest.skip("no window layers")
+    server.flush()
+    eventually(lambda: all(count <= 64 for state in published(server) for count in state.values()), server)
+    # 900 tokens with a window of 64, in chunks: what lies behind the window is freed while the request runs.
+    server.generate(cases.PROMPT[:900], 100)
+    eventually(lambda: published(server)[0]["swa"] < published(server)[0]["full"] // 2, server)

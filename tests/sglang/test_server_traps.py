@@ -1,0 +1,215 @@
+"""Traps that need the real engine: two servers, each with many disturbances, watched from inside and outside.
+
+The tests of a server run in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.sglang.cases import PROMPT
+from tests.sglang.trapped import Trapped, eventually, trapped
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HOLD_S = 8
+"""Longer than a growth deadline and two queries, as a kernel that is built in-process; well within the lease."""
+
+SLOW_UNMAP = "rank=1,op=slow,at=unmap,ms=1500,nth=1,count=60"
+
+
+@pytest.fixture(scope="module")
+def skipping() -> Iterator[Trapped]:
+    """Two tensor-parallel ranks, pages of 16 tokens; three of four broadcasts are skipped; unmapping is slow."""
+    options = ("--page-size", "16", "--chunked-prefill-size", "64", "--scheduler-recv-interval", "4")
+    with trapped(tp=2, pp=1, options=options, faults=SLOW_UNMAP) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[Trapped]:
+    """Two pipeline stages with up to two batches more in flight, pages of one token."""
+    options = ("--chunked-prefill-size", "64", "--pp-async-batch-depth", "2")
+    with trapped(tp=1, pp=2, options=options) as started:
+        yield started
+
+
+def answer(trap: Trapped, prompt: list[int], tokens: int) -> Mapping[str, Any]:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+    }
+    found: Mapping[str, Any] = trap.server.post("/generate", body)
+    return found
+
+
+def well(trap: Trapped) -> bool:
+    """Nobody has failed, and all ranks have applied the same log."""
+    entries = trap.entries()
+    shortest = min(map(len, entries))
+    assert len({tuple(rank[:shortest]) for rank in entries}) == 1
+    return [state["failure"] for state in trap.server.states()] == [None, None]
+
+
+# ---------------------------------------------------------------------- marks, cache, flush, requests of operators
+
+
+def test_the_prefix_cache_is_never_evicted_while_memory_can_grow(skipping: Trapped) -> None:
+    trap = skipping
+    prompts = [PROMPT[start : start + 250] for start in range(0, 600, 60)]
+    with ThreadPoolExecutor(5) as pool:
+        first = list(pool.map(lambda prompt: trap.server.generate(prompt, 6), prompts))
+    for prompt, expected in zip(prompts, first, strict=True):
+        again = answer(trap, prompt, 6)
+        assert again["output_ids"] == expected
+        assert again["meta_info"]["cached_tokens"] == 240
+    assert trap.events("evict") == []
+    assert trap.server.grows() >= 8
+    assert well(trap)
+
+
+def test_marks_that_skip_broadcasts_reach_every_rank_once_and_in_order(skipping: Trapped) -> None:
+    leader, follower = skipping.entries()
+    assert leader == follower
+    assert sum(name == "Publish" for name, _ in leader) == skipping.server.grows()
+
+
+def test_a_flush_while_an_unmap_is_pending(skipping: Trapped) -> None:
+    trap = skipping
+    expected = trap.server.generate(PROMPT[:400], 8)
+    trap.server.flush()
+    eventually(lambda: bool(trap.events("UNMAP")), trap.server.states)
+    assert len({event.pid for event in trap.events("UNMAP")}) == 1, "the other rank should still be at it"
+    assert trap.events("RELEASE") == []
+    trap.server.flush()
+    assert trap.server.generate(PROMPT[:400], 8) == expected
+    trap.server.flush()
+    assert trap.server.generate(PROMPT[:400], 8) == expected
+    flushed = time.monotonic()
+    eventually(lambda: trap.server.counter("reclaimed_runs") >= 3, trap.server.states)
+    assert trap.events("RELEASE")[-1].at > flushed
+    assert well(trap)
+
+
+@pytest.mark.parametrize("what", ["release", "resume"])
+def test_the_memory_saver_is_refused_with_a_reason_and_the_server_lives_on(what: str, skipping: Trapped) -> None:
+    trap = skipping
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        trap.server.post(f"/{what}_memory_occupation", {"tags": ["kv_cache"]})
+    assert refused.value.code == 400
+    said = json.loads(refused.value.read())["error"]["message"]
+    assert said.startswith(f"{what}_memory_occupation is not supported with elastic KV pools: ")
+    assert len(trap.server.generate(PROMPT[:100], 8)) == 8
+    assert well(trap)
+
+
+def test_nobody_dies_while_a_follower_holds_its_interpreter(skipping: Trapped) -> None:
+    trap = skipping
+    trap.server.flush()
+    expected = trap.server.generate(PROMPT[300:700], 8)
+    trap.server.flush()
+    before = trap.server.grows()
+    (trap.folder / "hold").write_text(str(HOLD_S))
+    asked = time.monotonic()
+    assert trap.server.generate(PROMPT[300:700], 8) == expected
+    assert time.monotonic() - asked >= HOLD_S - 1
+    (hold,), (held,) = trap.events("hold"), trap.events("held")
+    assert held.at - hold.at >= HOLD_S - 0.1
+    assert trap.server.generate(PROMPT[100:900], 8) == answer(trap, PROMPT[100:900], 8)["output_ids"]
+    assert trap.server.grows() > before
+    assert well(trap)
+
+
+# ---------------------------------------------------------------------- a chunk that finds nothing
+
+
+def parked_chunk(trap: Trapped) -> None:
+    trap.server.flush()
+    expected = trap.server.generate(PROMPT[:880], 8)
+    trap.server.flush()
+    # Idle: just the reserve is held, so the neighbour can take the rest.
+    eventually(lambda: trap.server.states()[0]["domains"]["full"]["published"] <= 3 * 128, trap.server.states)
+    refused, seen = trap.server.counter("refused"), len(trap.events("parked"))
+    with ThreadPoolExecutor(2) as pool, trap.switched("slow"):
+        asked: Future[list[int]] = pool.submit(trap.server.generate, PROMPT[:880], 8)
+        started = len(trap.events("batch"))
+        eventually(lambda: len(trap.events("batch")) >= started + 2, trap.server.states)
+        with trap.neighbour(leaves_bytes=3 * 8192):
+            eventually(lambda: len(trap.events("parked")) >= seen + 4, trap.server.states, 30.0)
+            short: Future[list[int]] = pool.submit(trap.server.generate, PROMPT[5:40], 4)
+            time.sleep(0.5)
+            assert not asked.done()
+            assert not short.done(), "a request has overtaken the parked one"
+        assert asked.result(timeout=60) == expected
+        assert len(short.result(timeout=60)) == 4
+    assert trap.server.counter("refused") > refused or trap.server.states()[0]["domains"]["full"]["growable"] >= 0
+    assert well(trap)
+
+
+def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_16(skipping: Trapped) -> None:
+    parked_chunk(skipping)
+
+
+def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_1(staged: Trapped) -> None:
+    parked_chunk(staged)
+
+
+# ---------------------------------------------------------------------- a late stage
+
+
+def test_nothing_is_unmapped_before_a_late_stage_has_left_it(staged: Trapped) -> None:
+    trap = staged
+    prompts = [PROMPT[start : start + 150] for start in range(0, 480, 20)]
+    expected = [trap.server.generate(prompt, 10) for prompt in prompts[::6]]
+    retired = len(trap.events("Retire"))
+
+    def one(number: int) -> list[int] | None:
+        if number % 5 == 4:
+            try:
+                trap.server.generate(prompts[number], 300, timeout_s=0.3)  # the client goes away, its batch does not
+            except OSError:
+                return None
+        return trap.server.generate(prompts[number], 10)
+
+    with trap.switched("late"), ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            found = list(pool.map(one, range(len(prompts))))
+            assert found[::6] == expected
+            trap.server.flush()
+            # Not at idle: the next round follows at once, while the flushed pages are given back.
+    eventually(lambda: len(trap.events("Retire")) >= retired + 8, trap.server.states)
+    eventually(lambda: len(trap.events("RELEASE")) >= 8, trap.server.states)
+    assert late_steps(trap) >= 1
+    assert well(trap)
+    check_order(trap)
+
+
+def check_order(trap: Trapped) -> None:
+    """No rank unmaps the runs of a retirement before every rank has applied it."""
+    applied: dict[int, list[float]] = {}
+    for event in trap.events("Retire"):
+        applied.setdefault(event.numbers[1], []).append(event.at)
+    unmapped = trap.events("UNMAP")
+    assert len(unmapped) >= 4
+    for event in unmapped:
+        times = applied[event.numbers[0]]
+        assert len(times) == 2, f"txn {event.numbers[0]}: only {len(times)} of 2 ranks had retired it"
+        assert event.at >= max(times)
+
+
+def late_steps(trap: Trapped) -> int:
+    """Most batches by which the last stage was behind the first when the first retired something."""
+    behind, most = 0, 0
+    for event in trap.events("batch", "Retire"):
+        if event.what == "batch":
+            behind += 1 if event.numbers[0] == 0 else -1
+        elif event.numbers[0] == 0:
+            most = max(most, behind)
+    return most

@@ -1,0 +1,130 @@
+"""A real server with the disturbances of ``standins/traps.py``, and what its ranks wrote down."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcached_dist import _native
+from tests.sglang.models import LLAMA_OPTIONS, write_llama
+from tests.sglang.server import Server
+
+GRANULE = 4096
+CAPACITY = 2 << 20
+"""Of the one card that all ranks share; the pools could use about half of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the record.
+
+    Attributes:
+        at: time in seconds.
+        pid: process.
+        what: kind.
+        numbers: what belongs to it.
+    """
+
+    at: float
+    pid: int
+    what: str
+    numbers: tuple[int, ...]
+
+
+@dataclass
+class Trapped:
+    """The server and its folder."""
+
+    server: Server
+    folder: Path
+
+    def events(self, *kinds: str) -> list[Event]:
+        """What has happened so far, of these kinds, in the order of time."""
+        path = self.folder / "events"
+        found = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            at, pid, what, *numbers = line.split(" ")
+            if what in kinds:
+                found.append(Event(float(at), int(pid), what, tuple(int(number) for number in numbers if number)))
+        return sorted(found, key=lambda event: event.at)
+
+    def entries(self) -> list[list[tuple[str, int]]]:
+        """Log entries with their transactions as each rank applied them, in rank order."""
+        kinds = ("Publish", "Retire", "Unretire", "Reclaimed", "Sort", "Evict", "Growable")
+        of_rank: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for event in self.events(*kinds):
+            rank, txn = event.numbers
+            of_rank[rank].append((event.what, txn))
+        return [of_rank[rank] for rank in sorted(of_rank)]
+
+    @contextlib.contextmanager
+    def switched(self, name: str) -> Iterator[None]:
+        """A disturbance is on inside."""
+        path = self.folder / name
+        path.touch()
+        try:
+            yield
+        finally:
+            path.unlink()
+
+    @contextlib.contextmanager
+    def neighbour(self, leaves_bytes: int) -> Iterator[None]:
+        """Something else on the card takes all but ``leaves_bytes`` of what may be used; gone at the end."""
+        card = _native.HostDevice(CAPACITY, GRANULE, card_file=str(self.folder / "card"))
+        geometry = _native.PoolGeometry(
+            name="neighbour", domain=0, pages=512, reservation_bytes=512 * GRANULE, lanes=[(0, GRANULE)], pinned=[],
+            fill=[], fill_row_bytes=0,
+        )  # fmt: skip
+        backing = _native.Backing(card, [geometry])
+        try:
+            pages = (card.free_bytes() - CAPACITY // 20 - leaves_bytes) // GRANULE
+            assert pages > 0, "the engine holds so much already that nothing is left to take"
+            assert backing.reserve(1, [(0, 0, pages)]).ok
+            yield
+        finally:
+            backing.close()
+
+
+@contextlib.contextmanager
+def trapped(*, tp: int, pp: int, options: Sequence[str], faults: str = "") -> Iterator[Trapped]:
+    """Serve the tiny Llama with small granules and watermarks on one small card."""
+    # Not pytest's own folder: snapshots need a file system that can make unnamed files.
+    folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
+    settings = {
+        "TRAPS": str(folder),
+        "ENABLE_KVCACHED": "1",
+        "KVCACHED_REQUIRE": "1",
+        "KVCACHED_DIST_HOST_GRANULE_BYTES": str(GRANULE),
+        "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(CAPACITY),
+        "KVCACHED_DIST_HOST_CARD_FILE": str(folder / "card"),
+        "KVCACHED_GPU_UTILIZATION": "0.95",
+        "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR": str(folder),
+        "KVCACHED_MIN_RESERVED_PAGES": "1",
+        "KVCACHED_MAX_RESERVED_PAGES": "2",
+        "KVCACHED_DIST_BEAT_S": "0.1",
+        **({"KVCACHED_DIST_FAULTS": faults} if faults else {}),
+    }
+    try:
+        server = Server.start(
+            write_llama(folder), folder, tp=tp, pp=pp, options=(*LLAMA_OPTIONS, *options), settings=settings
+        )
+        try:
+            yield Trapped(server, folder)
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + wait_s
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
