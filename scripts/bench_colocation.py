@@ -77,7 +77,7 @@ def serve(
     memory = int(arguments.memory * GIB)
     whole = int(memory // (model.token_bytes(arguments.tp)))
     tokens = whole if kind == "elastic" else whole // 2
-    settings = {"KVCACHED_GPU_UTILIZATION": str(UTILIZATION)} if kind == "elastic" else {}
+    settings = {"KVCACHED_GPU_UTILIZATION": str(UTILIZATION), **dict(arguments.set)} if kind == "elastic" else {}
     servers: list[Server] = []
     ballast: list[Any] = []
     try:
@@ -193,6 +193,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=1.0, help="the traces' times are divided by this")
     parser.add_argument("--longest", type=int, default=8000, help="longest prompt, tokens")
     parser.add_argument("--most", type=int, default=200, help="most tokens to generate")
+    parser.add_argument(
+        "--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic engines"
+    )
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
     parser.add_argument("--plot", default="", help="write a picture to this file")
     return parser.parse_args()

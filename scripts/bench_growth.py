@@ -3,8 +3,8 @@
 
     scripts/bench_growth.py --backend cuda --ranks 1,2,4 --layers 43,61 --json docs/benchmarks/growth-h200.json
 
-Compared are, for the pools of DeepSeek-V4-Flash (43 layers) and -Pro (61 layers), ranks as processes on one card or
-on host memory:
+Compared are, for the pools of DeepSeek-V4-Flash (43 layers) and -Pro (61 layers), ranks as processes on one card (or on
+several, ``--cards``) or on host memory:
 
 - *bare driver*: create, map and set-access (unmap and release) for the same extents from one C++ loop, CUDA only;
 - *floor*: ``reserve`` and ``map`` (``unmap`` and ``release``) of the native backing for the same runs, without any
@@ -82,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Cost of growth and reclaim against the driver floor, in one run.")
     parser.add_argument("--backend", choices=("host", "cuda"), default="host")
     parser.add_argument("--ranks", type=all_runs, default=all_runs("1,2,4"))
+    parser.add_argument("--cards", type=int, default=1, help="rank r is on card r %% CARDS")
     parser.add_argument("--layers", type=all_runs, default=all_runs("43,61"))
     parser.add_argument("--runs", type=all_runs, default=all_runs("1,4,16,64,256,1024,2048"), help="pages of a run")
     parser.add_argument("--repeats", type=int, default=20, help="repetitions of a short run; long ones get fewer")
@@ -112,6 +113,7 @@ def options_from(arguments: argparse.Namespace, library: str) -> Options:
         repeats=5 if arguments.quick else arguments.repeats,
         sustained_pages=1024 if arguments.quick else 16384,
         memory_bytes=memory_bytes,
+        cards=arguments.cards,
         bare=library,
         protocol=not arguments.floor_only,
         profile=arguments.profile,
@@ -141,6 +143,7 @@ def describe(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": [round(value, 2) for value in os.getloadavg()],
         "memory_bytes": options.memory_bytes,
+        "cards": options.cards,
         "repeats": options.repeats,
         "cells": [],
     }

@@ -69,7 +69,13 @@ def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Names
         for kind in ("native", "elastic"):
             name = f"{model.name}-{'graphs' if graphs else 'eager'}-{kind}"
             servers[kind] = Server.launch(
-                name, model, folder, elastic=kind == "elastic", tp=arguments.tp, options=options
+                name,
+                model,
+                folder,
+                elastic=kind == "elastic",
+                tp=arguments.tp,
+                options=options,
+                settings=dict(arguments.set) if kind == "elastic" else {},
             )
         for kind, server in servers.items():
             found[f"ready_{kind}_s"] = server.ready()
@@ -142,6 +148,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="also with captured decode graphs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
+    parser.add_argument(
+        "--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server"
+    )
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
     return parser.parse_args()
 

@@ -11,9 +11,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .engine import prefix_tokens
 from .runtime import Runtime
 
 PARKED = "_kvcached_parked"
+
+TOTAL = ("rem_total_token_offset", "total_offset")
+CURRENT = ("cur_rem_token_offset", "current_offset")
+"""What is taken off the two remainders: names in ``PrefillAdder`` itself and, in newer versions, in its budget."""
 
 
 class Admission:
@@ -29,7 +34,7 @@ class Admission:
     def opened(self, _result: None, adder: Any, *_args: Any, **_kwargs: Any) -> None:
         """After ``__init__``: growth counts for tokens of later steps."""
         if self._runtime.elastic:
-            adder.rem_total_token_offset -= self._runtime.growable_tokens()
+            _shift(adder, TOTAL, -self._runtime.growable_tokens())
 
     def add_chunked_req(self, original: Any, adder: Any, req: Any) -> Any:
         """The next chunk of a long prompt: as much as is published, and none at all where nothing is.
@@ -67,26 +72,35 @@ class Admission:
         if not self._runtime.elastic:
             return original(adder, req)
         growable = self._runtime.growable_tokens()
-        adder.cur_rem_token_offset -= growable
+        _shift(adder, CURRENT, -growable)
         try:
             verdict = original(adder, req)
         finally:
-            adder.cur_rem_token_offset += growable
+            _shift(adder, CURRENT, growable)
         results = _results()
         if verdict == results.CONTINUE and adder.cur_rem_tokens <= 0:
             return results.NO_TOKEN
         return verdict
 
     def _fits_now(self, adder: Any, req: Any) -> bool:
-        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        tokens = len(req.full_untruncated_fill_ids) - prefix_tokens(req)
         if adder.rem_chunk_tokens is not None:
             tokens = min(tokens, max(adder.rem_chunk_tokens, 0))
         needed = int(adder.ceil_paged_tokens(tokens)) + int(adder.page_size)
-        if needed <= self._runtime.published_free_tokens() - adder.cur_rem_token_offset:
+        if needed <= self._runtime.published_free_tokens() - _shift(adder, CURRENT, 0):
             return True
         # What the prefix cache holds may be evicted for it, but not the request's own prefix.
         with adder._lock_node(req.last_node):
             return bool(needed <= adder.cur_rem_tokens)
+
+
+def _shift(adder: Any, names: tuple[str, str], tokens: int) -> int:
+    """Take so many tokens more off a remainder; what is taken off it then."""
+    budget = getattr(adder, "memory_budget", None)
+    owner, name = (adder, names[0]) if budget is None else (budget, names[1])
+    taken = int(getattr(owner, name)) + tokens
+    setattr(owner, name, taken)
+    return taken
 
 
 def _results() -> Any:

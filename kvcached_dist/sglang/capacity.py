@@ -49,7 +49,7 @@ def demand(configurator: Any, sizes: Any) -> Demand:
         configurator: the engine's ``KVCacheConfigurator``.
         sizes: the sizes that it derived.
     """
-    model, parallel, info = configurator.model_config, configurator.ps, configurator.layer_info
+    model, parallel, info = configurator.model_config, engine.parallel_of(configurator), configurator.layer_info
     item = configurator.kv_cache_dtype.itemsize
     layers = info.end_layer - info.start_layer
     if configurator.use_mla_backend:

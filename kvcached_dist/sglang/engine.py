@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,16 +31,70 @@ def context(name: str) -> Any:
 
 def world_group() -> Any:
     """The engine's group of all ranks."""
-    return importlib.import_module("sglang.srt.distributed").get_world_group()
+    return importlib.import_module("sglang.srt.distributed.parallel_state").get_world_group()
 
 
-def world_of(parallel: Any) -> World:
-    """Who this rank is, from the engine's ``ParallelState``."""
-    return World(parallel.pp_rank * parallel.tp_size + parallel.tp_rank, parallel.tp_size, parallel.pp_size)
+def parallel_of(configurator: Any) -> Any:
+    """Sizes and ranks of the engine, kept by its ``KVCacheConfigurator`` or, later, for the whole process."""
+    kept = getattr(configurator, "ps", None)
+    return context("parallel") if kept is None else kept
+
+
+def prefix_tokens(request: Any) -> int:
+    """Tokens of a request that the prefix cache has, as an attribute or, before, as a list of their ids."""
+    length = getattr(request, "prefix_len", None)
+    return len(request.prefix_indices) if length is None else int(length)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share one queue of requests and so one set of block ids: they have one coordinator.
+
+    That is the whole world, or with DP attention the ranks of one data-parallel rank in all stages.
+
+    Attributes:
+        tp_rank: place of this rank in its stage of the group.
+        tp_size: ranks of a stage.
+        pp_rank: its stage.
+        pp_size: stages.
+        dp_rank: which of the groups this is.
+        dp_size: groups.
+    """
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def world(self) -> World:
+        """Who this rank is for the coordinator of the group."""
+        return World(self.pp_rank * self.tp_size + self.tp_rank, self.tp_size, self.pp_size)
+
+    @property
+    def first(self) -> int:
+        """The group's first rank in the engine's world."""
+        return self.dp_rank * self.tp_size
+
+    def name(self, engine: str) -> str:
+        """Name of the group for tools, where the operator named the engine."""
+        return f"{engine}-dp{self.dp_rank}" if engine and self.dp_size > 1 else engine
+
+
+def group_of(parallel: Any) -> Group:
+    """This rank's group, from the engine's sizes and ranks."""
+    copies = int(parallel.attn_dp_size)
+    if copies == 1:
+        return Group(parallel.tp_rank, parallel.tp_size, parallel.pp_rank, parallel.pp_size, 0, 1)
+    return Group(
+        parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_rank, parallel.pp_size, parallel.attn_dp_rank, copies
+    )
 
 
 def gather(value: object) -> list[Any]:
-    """What every rank says, in rank order. Collective, only while the engine starts."""
+    """What every rank of the engine says, in rank order, all groups. Collective, only while the engine starts."""
     group = world_group()
     if group.world_size == 1:
         return [value]
@@ -48,20 +103,25 @@ def gather(value: object) -> list[Any]:
     return found
 
 
-def open_store(host: str) -> tuple[Store | None, str]:
-    """A store that all ranks can reach, and the name of this run. Collective, only while the engine starts."""
-    group = world_group()
-    if group.world_size == 1:
-        return None, secrets.token_hex(8)
+def open_store(host: str, group: Group) -> tuple[Store | None, str]:
+    """A store that all ranks of a group can reach, and the name of this run of it.
+
+    Collective over all groups, only while the engine starts.
+
+    Args:
+        host: address of this rank, should it keep the store.
+        group: the group.
+    """
     store: Any = None
-    offer: list[Any] = [None, 0, ""]
-    if group.rank_in_group == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        offer = [host, store.port, secrets.token_hex(8)]
-    torch.distributed.broadcast_object_list(offer, src=group.ranks[0], group=group.cpu_group)
-    if store is None:
-        store = TCPStore(offer[0], offer[1], is_master=False)
-    return cast("Store", store), str(offer[2])
+    offer: tuple[str, int, str] | None = None
+    if group.world.rank == 0:
+        if group.world.size > 1:
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        offer = host, 0 if store is None else store.port, secrets.token_hex(8)
+    host, port, session = gather(offer)[group.first]
+    if store is None and group.world.size > 1:
+        store = TCPStore(host, port, is_master=False)
+    return cast("Store | None", store), str(session)
 
 
 def store_host(server_args: Any) -> str:
@@ -111,14 +171,42 @@ def _unknown_families(configurator: Any) -> dict[str, bool]:
     }
 
 
+CHAIN_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3")
+"""Speculative decoding whose draft pools are indexed by the target's own ids and that allocates ahead of a step."""
+
+
+def _drafts_in_a_chain(configurator: Any) -> bool:
+    """Whether drafts follow one another, in a model whose pools all have the ids of full attention."""
+    spec = context("spec")
+    return (
+        spec.speculative_algorithm in CHAIN_ALGORITHMS
+        and (spec.speculative_eagle_topk or 1) == 1
+        and not configurator.is_hybrid_swa
+    )
+
+
+def pages_per_decode(page_size: int) -> int:
+    """Most token pages that one running request takes in a decode step: draft tokens are allocated ahead.
+
+    Args:
+        page_size: tokens of a page.
+    """
+    if context("spec").speculative_algorithm is None:
+        return 1
+    sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
+    # Rounded up to whole pages from wherever the request ends.
+    return -(-(int(sizing.get_alloc_reserve_per_decode()) + page_size - 1) // page_size)
+
+
 def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
-    parallel = configurator.ps
+    parallel = parallel_of(configurator)
     memory, schedule = context("memory"), context("schedule")
     unsupported = {
-        "several data-parallel ranks (one group each is not implemented)": max(parallel.dp_size, parallel.attn_dp_size)
-        > 1,
+        "several data-parallel replicas": parallel.dp_size > 1 and parallel.attn_dp_size == 1,
+        "DP attention (no real engine has been served with it yet)": parallel.attn_dp_size > 1,
         "context-parallel attention": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
-        "speculative decoding": not configurator.spec_algorithm.is_none(),
+        "speculative decoding of this kind": not configurator.spec_algorithm.is_none()
+        and (dsv4 or not _drafts_in_a_chain(configurator)),
         "disaggregated prefill or decode": context("disagg").disaggregation_mode != "null",
         "unified memory": memory.enable_unified_memory,
         "HiSparse": memory.enable_hisparse,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SRT = "sglang.srt."
+_BUDGET = f"{_SRT}mem_cache.prefill_budget.PrefillBudget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +24,32 @@ class Use:
     Attributes:
         place: dotted path of a module, class or function.
         name: an attribute, field, parameter, or a name in the function's code (of a class: of its ``__init__``).
+        instead: where the same is found in other versions.
     """
 
     place: str
     name: str
+    instead: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.place}: {self.name}"
 
 
 USES = (
-    Use(f"{_SRT}distributed", "get_world_group"),
+    Use(f"{_SRT}distributed.parallel_state", "get_world_group"),
     Use(f"{_SRT}mem_cache.kv_cache_configurator", "is_deepseek_v4"),
-    Use(f"{_SRT}mem_cache.kv_cache_configurator.KVCacheConfigurator", "ps"),
+    Use(f"{_SRT}mem_cache.kv_cache_configurator.KVCacheConfigurator", "ps",
+        (f"{_SRT}runtime_context.ParallelContext", "attn_tp_size")),
     Use(f"{_SRT}mem_cache.kv_cache_configurator.KVCacheConfigurator", "pool_page_size"),
     Use(f"{_SRT}mem_cache.kv_cache_configurator.KVCacheConfigurator", "layer_info"),
     Use(f"{_SRT}configs.model_config", "get_hybrid_layer_ids"),
     Use(f"{_SRT}mem_cache.memory_pool.MLATokenToKVPool", "kv_cache_dim"),
     Use(f"{_SRT}mem_cache.base_prefix_cache", "EvictParams"),
-    Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_total_token_offset"),
-    Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "cur_rem_token_offset"),
+    Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_total_token_offset", (_BUDGET, "total_offset")),
+    Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "cur_rem_token_offset", (_BUDGET, "current_offset")),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_chunk_tokens"),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "_lock_node"),
-    Use(f"{_SRT}managers.schedule_batch.Req", "prefix_indices"),
+    Use(f"{_SRT}managers.schedule_batch.Req", "prefix_indices", (f"{_SRT}managers.schedule_batch.Req", "prefix_len")),
     Use(f"{_SRT}managers.scheduler_components.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
         "local_reqs"),
     Use(f"{_SRT}mem_cache.memory_pool.ReqToTokenPool", "free_slots"),
@@ -59,12 +63,16 @@ def missing() -> list[str]:
 
 
 def has(use: Use) -> bool:
-    """Whether the name is used, or to be found, in its place."""
+    """Whether the name is used, or to be found, in its place or in the other one."""
+    return _found(use.place, use.name) or (use.instead is not None and _found(*use.instead))
+
+
+def _found(path: str, name: str) -> bool:
     try:
-        place = pkgutil.resolve_name(use.place)
+        place = pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return False
-    return hasattr(place, use.name) or use.name in _names(place)
+    return hasattr(place, name) or name in _names(place)
 
 
 def _names(place: Any) -> set[str]:

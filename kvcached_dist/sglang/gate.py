@@ -51,9 +51,10 @@ class DeviceGate:
         self._usable[low:high].fill_(False)
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids, the null block in place of each that is not published; see :meth:`reported`."""
+        """The ids, int32 or int64; the null block in place of each that is not published. See :meth:`reported`."""
         good = self._usable[ids.clamp(0, self._top)]
-        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids).amax())
+        # The engine's groups of page ids are int32, which has no room for the report of nothing.
+        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids.long()).amax())
         if self._report is None:
             self._report = self._copy(self._worst)
         else:

@@ -58,7 +58,8 @@ class Needs:
         admitted = min(max(waiting, requests), int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.
         prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
-        return (prefill + running) * self._steps + 1, admitted * self._steps
+        decode = running * engine.pages_per_decode(self._page) if running else 0
+        return (prefill + decode) * self._steps + 1, admitted * self._steps
 
     def idle(self, pulled: Sequence[Any]) -> bool:
         """Whether nothing runs or waits, for long enough."""
@@ -83,7 +84,7 @@ class Needs:
     def _lengths(self, pulled: Sequence[Any], grammar: Sequence[Any]) -> Iterable[int]:
         scheduler = self._scheduler
         if scheduler.chunked_req is not None:
-            yield _queued_length(scheduler.chunked_req) - len(scheduler.chunked_req.prefix_indices)
+            yield _queued_length(scheduler.chunked_req) - engine.prefix_tokens(scheduler.chunked_req)
         for request in pulled:
             yield from _pulled_lengths(request)
         for request in scheduler.waiting_queue:

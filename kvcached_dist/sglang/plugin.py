@@ -84,6 +84,7 @@ class Plugin:
             Hook(f"{_MEM}allocator.token.TokenToKVPoolAllocator.free", "AROUND", self._free_tokens),
             Hook(f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", "AROUND", self._free_pages),
             Hook(f"{_MEM}memory_pool.ReqToTokenPool.free_rows", "AROUND", self._free_rows),
+            Hook(f"{receiver}_split_work_and_control_reqs", "AFTER", self._split),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
             Hook(f"{_MGR}scheduler.Scheduler.process_input_requests", "BEFORE", self._requests_arrived),
             Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "AFTER", self._worker_ready),
@@ -177,6 +178,14 @@ class Plugin:
             return None
         mark = self.runtime.decide([*pulled, *(local or ())])
         return None if mark is None else ((receiver, pulled, [*(local or ()), mark]), {})
+
+    def _split(self, kinds: Any, _receiver: Any, _requests: Any) -> Any:
+        """With DP attention marks are work: the control channel is that of all groups, and begins at one of them."""
+        work, control = kinds
+        if not any(isinstance(request, Mark) for request in control):
+            return None
+        marks = [request for request in control if isinstance(request, Mark)]
+        return [*work, *marks], [request for request in control if not isinstance(request, Mark)]
 
     def _requests_arrived(self, scheduler: Any, requests: Any) -> Any:
         """Marks first, and out of the list; the list that is handed to the next stage keeps them."""

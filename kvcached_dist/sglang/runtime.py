@@ -10,6 +10,7 @@ Every arrow is taken by all ranks together: each follows an exchange in which a 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -104,9 +105,9 @@ class Runtime:
         return self.phase in (Phase.BOUND, Phase.SERVING)
 
     @property
-    def parallel(self) -> Any:
-        """The engine's ``ParallelState``, once agreed."""
-        return self._configurator.ps
+    def parallel(self) -> engine.Group:
+        """The ranks that share this rank's queue of requests and block ids, once agreed."""
+        return engine.group_of(engine.parallel_of(self._configurator))
 
     @property
     def configurator(self) -> Any:
@@ -185,14 +186,15 @@ class Runtime:
         if refused or takeover is None:
             self.stay_native("; ".join(refused))
             return None
-        store, session = engine.open_store(engine.store_host(configurator.server_args))
-        world = engine.world_of(configurator.ps)
+        group = self.parallel
+        store, session = engine.open_store(engine.store_host(configurator.server_args), group)
+        world = group.world
         self._takeover = takeover
         self.coordinator = StreamCoordinator.start(
             world=world,
             stage=takeover.stage,
             device=self._device(configurator),
-            config=self.config,
+            config=dataclasses.replace(self.config, ipc_name=group.name(self.config.ipc_name)),
             make_lists=self._make_lists,
             store=store,
             session=session,

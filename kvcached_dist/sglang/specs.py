@@ -16,7 +16,7 @@ from ..pools.catalogue import CompressedConfig
 from ..pools.catalogue.attention import head_pools, token_pool
 from ..pools.catalogue.deepseek_v4 import compressed
 from ..pools.specs import DomainSpec, ModelSpec, PoolSpec, StageSpec, align_up
-from .engine import context
+from .engine import context, parallel_of
 
 PAGE_BYTES_LEAST = 64 << 10
 """Blocks smaller than this are granted several at a time (on devices with a smaller granule: than the granule)."""
@@ -154,7 +154,7 @@ def dsv4_stage(configurator: Any, *, full_tokens: int, swa_tokens: int, request_
     Raises:
         ConfigError: the model or the way it is cut is none that this library knows.
     """
-    model, parallel, page = configurator.model_config, configurator.ps, int(configurator.pool_page_size)
+    model, parallel, page = configurator.model_config, parallel_of(configurator), int(configurator.pool_page_size)
     layers = int(model.num_hidden_layers)
     environ = engine_flags()
     plan = compressed(

@@ -31,7 +31,8 @@ class Options:
         runs: run lengths in pages.
         repeats: repetitions of a short run.
         sustained_pages: pages that sustained growth covers at most.
-        memory_bytes: memory that all ranks of a cell may use together.
+        memory_bytes: memory that the ranks on one card may use together.
+        cards: cards of the ranks, in turn.
         bare: shared library with the bare driver loop; empty: not measured.
         protocol: measure the coordinator, too (else the floor alone).
         profile: collect where the leader's time goes.
@@ -43,6 +44,7 @@ class Options:
     repeats: int
     sustained_pages: int
     memory_bytes: int
+    cards: int
     bare: str
     protocol: bool
     profile: bool
@@ -87,7 +89,8 @@ def cell_of(options: Options, ranks: int, layers: int, run: int) -> Cell:
     page_bytes = stage.page_bytes(DOMAIN)
     lanes = sum(pool.lanes for pool in stage.pools if pool.domain == DOMAIN)
     borders = 2 * lanes * GRANULE_BYTES  # every lane may begin and end inside a granule
-    room = (options.memory_bytes // ranks - sum(p.lanes for p in stage.pools) * 2 * GRANULE_BYTES) // page_bytes
+    share = options.memory_bytes // -(-ranks // options.cards)
+    room = (share - sum(p.lanes for p in stage.pools) * 2 * GRANULE_BYTES) // page_bytes
     if run * page_bytes + borders > room * page_bytes:
         return Cell(ranks, layers, run, page_bytes, 0, 0)
     repeats = max(3, min(options.repeats, REPEAT_BYTES // (run * page_bytes * ranks)))

@@ -24,10 +24,10 @@ MEET_S = 300.0
 QUIET_S = 0.002
 
 
-def make_device(options: Options, ranks: int) -> _native.Device:
-    """This rank's device: the one card, or its share of host memory."""
+def make_device(options: Options, ranks: int, rank: int = 0) -> _native.Device:
+    """This rank's device: its card, or its share of host memory."""
     if options.backend == "cuda":
-        return _native.CudaDevice(0)
+        return _native.CudaDevice(rank % options.cards)
     return _native.HostDevice(options.memory_bytes // ranks)
 
 
@@ -45,8 +45,8 @@ def run(options: Options, ranks: int, rank: int, port: int, barrier: Any, result
 
     try:
         store = connect_store("127.0.0.1", port, False, ranks, 60) if ranks > 1 else None
-        device = make_device(options, ranks)
-        bare = BareDriver(options.bare, 0) if options.bare else None
+        device = make_device(options, ranks, rank)
+        bare = BareDriver(options.bare, rank % options.cards) if options.bare else None
         for layers in options.layers:
             for length in options.runs:
                 cell = cell_of(options, ranks, layers, length)

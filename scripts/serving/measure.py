@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -53,6 +54,14 @@ def _sglang_version() -> str:
     from importlib import metadata
 
     return metadata.version("sglang")
+
+
+def setting(text: str) -> tuple[str, str]:
+    """An environment variable of a server, from the command line."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
 
 
 def card_used_bytes() -> list[int]:

@@ -51,18 +51,21 @@ def write(path: Path, results: Results) -> None:
 
 
 def about() -> dict[str, str]:
-    """When, from which commit and where."""
+    """When, from which commit of the product, and where."""
     from importlib.metadata import version
 
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    changed = _git("status", "--porcelain", "--", "kvcached_dist", "coord", "native")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "commit": asked.stdout.strip() or "unknown",
+        "commit": (_git("rev-parse", "--short", "HEAD") or "unknown") + ("-changed" if changed else ""),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no card",
         "versions": f"SGLang {version('sglang')}, torch {version('torch')}, Python {platform.python_version()}",
     }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 class Recorder:

@@ -62,11 +62,13 @@ MLA: dict[str, Any] = {
     "scoring_func": "softmax",
 }
 
-MLA_OPTIONS = (
+OPTIONS = (
     "--attention-backend", "torch_native", "--max-total-tokens", "4096", "--context-length", "1024",
     # Sums in bfloat16 depend on who shares a batch, and with them the tokens, natively as well.
     "--dtype", "float32", "--kv-cache-dtype", "bfloat16",
 )  # fmt: skip
+
+MLA_OPTIONS = OPTIONS
 
 WINDOW = 64
 
@@ -88,10 +90,7 @@ SWA: dict[str, Any] = {
     },
 }
 
-SWA_OPTIONS = (
-    "--attention-backend", "torch_native", "--max-total-tokens", "4096", "--swa-full-tokens-ratio", "0.5",
-    "--context-length", "1024",
-)  # fmt: skip
+SWA_OPTIONS = (*OPTIONS, "--swa-full-tokens-ratio", "0.5")
 
 
 def write_mla(folder: Path, *, weights: bool = True) -> Path:

@@ -10,8 +10,9 @@ import torch
 
 from kvcached_dist.config import Config
 from kvcached_dist.coord.core.errors import ConfigError
-from kvcached_dist.sglang import capacity
-from tests.sglang.test_agreement import configurator, sizes
+from kvcached_dist.sglang import capacity, engine
+from kvcached_dist.sglang.runtime import Phase
+from tests.sglang.test_agreement import configurator, runtime, sizes
 
 GRANULE = 4096
 
@@ -87,6 +88,20 @@ def test_a_window_that_does_not_fit_is_said(engine_settings: Any) -> None:
     assert capacity.cut(window_sizes(), 192, hybrid()).swa_max_total_num_tokens == 96
     with pytest.raises(ConfigError, match=r"144 tokens beside its reserve, 64 of them in window layers.*more than 79"):
         capacity.cut(window_sizes(), 144, hybrid())
+
+
+def test_a_window_that_fits_on_no_rank_keeps_the_native_pools(
+    engine_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "gather", lambda mine: [mine])
+    made = runtime(host_capacity_bytes=48 << 10, host_granule_bytes=GRANULE)
+    assert made.agree(hybrid(), window_sizes()) is None
+    assert made.phase is Phase.NATIVE
+    assert "in window layers" in made.reason
+    enough = runtime(host_capacity_bytes=96 << 10, host_granule_bytes=GRANULE)
+    smaller: Any = enough.agree(hybrid(), window_sizes())
+    assert (enough.phase, enough.sizes) == (Phase.AGREED, smaller)
+    assert 96 < smaller.swa_max_total_num_tokens < 2048
 
 
 def test_types_of_eight_bits_are_one_byte(engine_settings: Any) -> None:

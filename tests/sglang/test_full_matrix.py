@@ -81,6 +81,8 @@ def serve_elastically(served: Served, folder: Path, expected: Mapping[str, list[
         note("reclaimed_runs", server.counter("reclaimed_runs"))
         note("mapped_bytes_start", start)
         note("mapped_bytes_grown", grown)
+        if "c128_state" in (last := server.states()[-1]["pools"]):
+            note("c128_state_virtual_bytes", last["c128_state"]["virtual_bytes"])
         note("retractions", log.count("#retracted_reqs"))
     finally:
         server.stop()

@@ -243,6 +243,17 @@ def test_good_ids_are_never_reported(device: Device) -> None:
         device.known.verify()
 
 
+def test_ids_may_be_int32(device: Device) -> None:
+    """As the engine's own groups of page ids are on a card."""
+    device.free(device.alloc(9).int())
+    device.late.pass_time()
+    device.known.verify()
+    device.free(torch.tensor([40 * device.page_size], dtype=torch.int32))
+    device.late.pass_time()
+    with pytest.raises(InvariantViolation, match="id 40"):
+        device.known.verify()
+
+
 def test_a_bad_id_behind_a_report_that_is_on_its_way_is_reported_next(device: Device) -> None:
     device.free(device.alloc(1))
     device.free(torch.tensor([40 * device.page_size]))

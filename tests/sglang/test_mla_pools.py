@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcached_dist.sglang import specs
+from kvcached_dist.coord.core.errors import ConfigError
+from kvcached_dist.sglang import buffers, specs
 from kvcached_dist.sglang.runtime import Phase
 from tests.sglang.families import Rank, configurator, stripes
 
@@ -112,6 +113,13 @@ def test_a_flush_leaves_only_what_is_published(rank: Rank) -> None:
     rank.allocator.clear()
     known = rank.runtime.lists[specs.FULL]
     assert rank.allocator.available_size() == known.published() * rank.pool.page_size < TOKENS
+
+
+@pytest.mark.parametrize("change", [{"kv_cache_dim": RANK}, {"layer_num": LAYERS + 1}, {"store_dtype": torch.uint8}])
+def test_a_pool_that_is_not_the_described_one_is_refused_by_name(rank: Rank, change: dict[str, Any]) -> None:
+    pool = SimpleNamespace(**{**vars(rank.pool), **change})
+    with pytest.raises(ConfigError, match="pool mla_kv: the engine makes"):
+        buffers.latent_buffers(rank.coordinator.backing, pool)
 
 
 def test_every_stage_describes_the_same_model(engine_settings: Any) -> None:

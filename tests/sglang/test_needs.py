@@ -37,7 +37,7 @@ def scheduler(**changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    schedule = SimpleNamespace(scheduler_recv_interval=1)
+    schedule = SimpleNamespace(scheduler_recv_interval=1, speculative_algorithm=None)
     monkeypatch.setattr(engine, "context", lambda _name: schedule)
     return schedule
 

@@ -48,16 +48,20 @@ def _read_windows(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: An
         backend.req_to_token_pool = rows
 
 
-def _verify_drafts(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args: Any, **options: Any) -> Any:
+def _verify_drafts(
+    original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *args: Any, **options: Any
+) -> Any:
     """Draft tokens are verified as an extension of what is there; the engine gives no lengths for it."""
     mode = batch.forward_mode
-    print("MODE", mode, batch.seq_lens, batch.extend_seq_lens, batch.extend_prefix_lens, q.shape, flush=True)
     if not mode.is_target_verify():
         return original(backend, q, k, v, layer, batch, *args, **options)
     count = len(q) // len(batch.seq_lens)
     shown = SimpleNamespace(
-        out_cache_loc=batch.out_cache_loc, req_pool_indices=batch.req_pool_indices, encoder_lens=None,
-        seq_lens=batch.seq_lens + count, extend_prefix_lens=batch.seq_lens,
+        out_cache_loc=batch.out_cache_loc,
+        req_pool_indices=batch.req_pool_indices,
+        encoder_lens=None,
+        seq_lens=batch.seq_lens + count,
+        extend_prefix_lens=batch.seq_lens,
         extend_seq_lens=torch.full_like(batch.seq_lens, count),
     )
     return original(backend, q, k, v, layer, shown, *args, **options)

@@ -106,3 +106,16 @@ def copy_all_layer_kv_cache_cpu(
         held = [ctypes.string_at(base + source * stride, stride) for source in sources.tolist()]
         for target, slot in zip(targets.tolist(), held, strict=True):
             ctypes.memmove(base + target * stride, slot, stride)
+
+
+def fill_bonus_tokens_cpu(tokens: torch.Tensor, lengths: torch.Tensor, bonus: torch.Tensor, width: int) -> None:
+    """The last accepted token of every request."""
+    last = torch.arange(len(lengths)) * width + lengths.long() - 1
+    bonus[: len(lengths)] = tokens.flatten()[last].to(bonus.dtype)
+
+
+def fill_accept_out_cache_loc_cpu(index: torch.Tensor, locations: torch.Tensor, out: torch.Tensor) -> None:
+    """Locations of the accepted tokens, one behind the other."""
+    kept = index.flatten()
+    kept = kept[kept > -1].long()
+    out[: len(kept)] = locations[kept].to(out.dtype)
