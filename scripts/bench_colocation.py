@@ -36,6 +36,7 @@ OPTIONS = (
     "--disable-radix-cache", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
 UTILIZATION = 0.95
+KINDS = ("static", "elastic")
 
 
 def main() -> int:
@@ -47,14 +48,39 @@ def main() -> int:
     report |= {"model": model.name, "tp": arguments.tp, "kv_bytes_per_rank": int(arguments.memory * GIB)}
     report["requests"] = [len(requests) for requests in loads]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for kind in ("static", "elastic"):
-            report[kind] = serve(kind, model, loads, arguments, Path(folder))
-            if arguments.json:
-                Path(arguments.json).write_text(json.dumps(report) + "\n")
+        servers = launch(model, arguments, Path(folder), len(loads))
+        try:
+            for server in (server for of_kind in servers.values() for server in of_kind):
+                server.ready()
+            with measure.turn(arguments.turn):
+                for kind in KINDS:
+                    report[kind] = serve(kind, servers[kind], loads, arguments)
+                    if arguments.json:
+                        Path(arguments.json).write_text(json.dumps(report) + "\n")
+        finally:
+            for server in (server for of_kind in servers.values() for server in of_kind):
+                server.stop()
     show(Console(width=120, highlight=False), report)
     if arguments.plot:
         plot(arguments.plot, report)
-    return 1 if any(report[kind]["errors"] for kind in ("static", "elastic")) else 0
+    return 1 if any(report[kind]["errors"] for kind in KINDS) else 0
+
+
+def launch(model: Model, arguments: argparse.Namespace, folder: Path, engines: int) -> dict[str, list[Server]]:
+    """The engines of both ways, side by side; those that are not asked hold what they hold at idle."""
+    whole = int(arguments.memory * GIB) // model.token_bytes(arguments.tp)
+    settings = {"KVCACHED_GPU_UTILIZATION": str(UTILIZATION), **dict(arguments.set)}
+    return {
+        kind: [
+            Server.launch(
+                f"{kind}-{number}", model, folder, elastic=kind == "elastic", tp=arguments.tp,
+                tokens=whole if kind == "elastic" else whole // 2, options=OPTIONS,
+                settings=settings if kind == "elastic" else {},
+            )
+            for number in range(engines)
+        ]
+        for kind in KINDS
+    }  # fmt: skip
 
 
 def read(path: str, arguments: argparse.Namespace, seed: int) -> list[Request]:
@@ -71,51 +97,31 @@ def read(path: str, arguments: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def serve(
-    kind: str, model: Model, loads: Sequence[Sequence[Request]], arguments: argparse.Namespace, folder: Path
+    kind: str, servers: Sequence[Server], loads: Sequence[Sequence[Request]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Both engines under both loads."""
-    memory = int(arguments.memory * GIB)
-    whole = int(memory // (model.token_bytes(arguments.tp)))
-    tokens = whole if kind == "elastic" else whole // 2
-    settings = {"KVCACHED_GPU_UTILIZATION": str(UTILIZATION), **dict(arguments.set)} if kind == "elastic" else {}
-    servers: list[Server] = []
-    ballast: list[Any] = []
+    warm = load.random_requests(32, (100, arguments.longest), (4, 8), seed=99)
+    asyncio.run(load.play_all([(server.port, warm) for server in servers], 16))
+    time.sleep(2.0)
+    ballast = take_all_but(int(arguments.memory * GIB), arguments.tp) if kind == "elastic" else []
     try:
-        for number in range(len(loads)):
-            servers.append(
-                Server.launch(
-                    f"{kind}-{number}", model, folder, elastic=kind == "elastic", tp=arguments.tp, tokens=tokens,
-                    options=OPTIONS, settings=settings,
-                )
-            )  # fmt: skip
-        for server in servers:
-            server.ready()
-        warm = load.random_requests(48, (100, arguments.longest), (8, 16), seed=99)
-        asyncio.run(load.play_all([(server.port, warm) for server in servers], 16))
-        time.sleep(2.0)
-        if kind == "elastic":
-            ballast = take_all_but(memory, arguments.tp)
         used = measure.card_used_bytes()
         with measure.watched(servers[0]) as first, measure.watched(servers[1]) as second:
             answers = asyncio.run(
                 load.play_all([(server.port, requests) for server, requests in zip(servers, loads, strict=True)])
             )
-        logs = {server.name: server.tail(30) for server in servers if any_error(answers)}
-        return {
-            "tokens_per_engine": tokens,
-            "card_used": used,
-            "client": [load.summary(of_one) for of_one in answers],
-            "errors": [answer.error for of_one in answers for answer in of_one if answer.error][:5],
-            "raw": [[[a.sent, a.ttft, a.chunks[-1]] for a in of_one if not a.error] for of_one in answers],
-            "mapped": [[(round(when, 2), bytes_[0]) for when, bytes_ in series[::10]] for series in (first, second)],
-            "counters": [server.counters() for server in servers],
-            "logs": logs,
-        }
     finally:
         ballast.clear()
         release()
-        for server in servers:
-            server.stop()
+    return {
+        "card_used": used,
+        "client": [load.summary(of_one) for of_one in answers],
+        "errors": [answer.error for of_one in answers for answer in of_one if answer.error][:5],
+        "raw": [[[a.sent, a.ttft, a.chunks[-1]] for a in of_one if not a.error] for of_one in answers],
+        "mapped": [[(round(when, 2), bytes_[0]) for when, bytes_ in series] for series in (first, second)],
+        "counters": [server.counters() for server in servers],
+        "logs": {server.name: server.tail(30) for server in servers if any_error(answers)},
+    }
 
 
 def any_error(answers: Sequence[Sequence[Answer]]) -> bool:
@@ -149,12 +155,12 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for heading in ("engine", "pools", "served", "failed", "seconds", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms"):
         table.add_column(heading, justify="right")
     for number in (0, 1):
-        for kind in ("static", "elastic"):
+        for kind in KINDS:
             client = report[kind]["client"][number]
             keys = ("served", "failed", "seconds", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")
             table.add_row(str(number), kind, *(f"{client.get(key, 0):.6g}" for key in keys))
     console.print(table)
-    for kind in ("static", "elastic"):
+    for kind in KINDS:
         console.print(kind, report[kind]["counters"], report[kind]["errors"], report[kind]["logs"])
 
 
@@ -193,9 +199,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=1.0, help="the traces' times are divided by this")
     parser.add_argument("--longest", type=int, default=8000, help="longest prompt, tokens")
     parser.add_argument("--most", type=int, default=200, help="most tokens to generate")
-    parser.add_argument(
-        "--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic engines"
-    )
+    parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
+    parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic engines")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
     parser.add_argument("--plot", default="", help="write a picture to this file")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 """The real engine on cards: native pools against elastic ones, in one run, with its own attention kernels.
 
     scripts/bench_sglang_gpu.py --models qwen3,deepseek_v4 --rounds 2 --json docs/benchmarks/data/sglang-h200.json
-    scripts/bench_sglang_gpu.py --models qwen3 --graphs --tp 2
+    scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --tp 2
 
 For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
 asked. First both answer the same requests: greedy tokens and their log probabilities must be equal. Then the same load
@@ -43,8 +43,7 @@ def main() -> int:
     console = Console(width=140, highlight=False)
     report = measure.describe("sglang", "scripts/bench_sglang_gpu.py")
     report["cells"] = []
-    kinds = [(MODELS[name], False) for name in arguments.models]
-    kinds += [(MODELS[name], True) for name in arguments.models if arguments.graphs]
+    kinds = [(MODELS[name], mode == "graphs") for mode in arguments.modes for name in arguments.models]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for model, graphs in kinds:
             report["cells"].append(cell(console, model, graphs, arguments, Path(folder)))
@@ -79,9 +78,10 @@ def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Names
             )
         for kind, server in servers.items():
             found[f"ready_{kind}_s"] = server.ready()
-        found["card_used"] = measure.card_used_bytes()
-        found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
-        found["runs"] = rounds(servers, model, arguments)
+        with measure.turn(arguments.turn):
+            found["card_used"] = measure.card_used_bytes()
+            found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
+            found["runs"] = rounds(servers, model, arguments)
         found["pools"] = {name: pool["static_bytes"] for name, pool in servers["elastic"].states()[0]["pools"].items()}
         show(console, title, found)
     except Exception as error:
@@ -145,14 +145,23 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, one card each")
-    parser.add_argument("--graphs", action="store_true", help="also with captured decode graphs")
+    parser.add_argument(
+        "--modes", type=modes, default=["eager", "graphs"], help="eager, graphs (captured decode graphs)"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
-    parser.add_argument(
-        "--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server"
-    )
+    parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
+    parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
     return parser.parse_args()
+
+
+def modes(text: str) -> list[str]:
+    """Comma-separated ways to run a decode step."""
+    chosen = text.split(",")
+    if unknown := [mode for mode in chosen if mode not in ("eager", "graphs")]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: known are eager, graphs")
+    return chosen
 
 
 def names(text: str) -> list[str]:

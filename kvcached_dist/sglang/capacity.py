@@ -6,13 +6,14 @@ the least number of all ranks before it builds anything.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..coord.core.errors import ConfigError
-from . import engine
+from . import engine, specs
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -25,16 +26,18 @@ class Demand:
     """What a token of the engine's capacity costs this rank.
 
     Attributes:
-        token_bytes: bytes of a token in the pools that are counted one to one.
+        token_bytes: bytes of a token in the pools that are counted one to one; compressed pools hold fractions.
         window_bytes: bytes of a token in the pools of window layers.
         window_share: window tokens per token of capacity.
         lanes: buffers; each can share a granule with a neighbour at either end.
+        fixed_bytes: bytes of what does not depend on the capacity: request rows.
     """
 
-    token_bytes: int
-    window_bytes: int = 0
+    token_bytes: float
+    window_bytes: float = 0
     window_share: float = 0.0
     lanes: int = 0
+    fixed_bytes: int = 0
 
     @property
     def bytes(self) -> float:
@@ -49,6 +52,8 @@ def demand(configurator: Any, sizes: Any) -> Demand:
         configurator: the engine's ``KVCacheConfigurator``.
         sizes: the sizes that it derived.
     """
+    if engine.is_dsv4(configurator):
+        return _compressed_demand(configurator, sizes)
     model, parallel, info = configurator.model_config, engine.parallel_of(configurator), configurator.layer_info
     item = configurator.kv_cache_dtype.itemsize
     layers = info.end_layer - info.start_layer
@@ -70,6 +75,23 @@ def demand(configurator: Any, sizes: Any) -> Demand:
     return Demand(row * full, window_row * window, share, 2 * (full + window))
 
 
+def _compressed_demand(configurator: Any, sizes: Any) -> Demand:
+    """DeepSeek-V4: what its pages cost over all pools that follow them."""
+    full, window = int(sizes.full_max_total_num_tokens), int(sizes.swa_max_total_num_tokens)
+    stage = specs.dsv4_stage(
+        configurator, full_tokens=full, swa_tokens=window, request_slots=int(sizes.max_running_requests) + 1
+    ).stage
+    page = int(configurator.pool_page_size)
+    rows = sum(pool.static_bytes(stage.blocks(pool)) for pool in stage.pools if pool.domain == specs.ROWS)
+    return Demand(
+        stage.page_bytes(specs.FULL) / page,
+        stage.page_bytes(specs.SWA) / page,
+        window / full,
+        sum(pool.lanes for pool in stage.pools),
+        rows,
+    )
+
+
 def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
     """Tokens that the physical memory of this rank could hold beside its reserve, in whole pages of the engine.
 
@@ -78,9 +100,6 @@ def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
         sizes: the sizes that it derived.
         config: settings.
     """
-    if engine.is_dsv4(configurator):
-        # Its sizes hang together in more ways than one number says; what does not fit is queued or retracted.
-        return int(sizes.max_total_num_tokens)
     page, costs = int(configurator.pool_page_size), demand(configurator, sizes)
     if configurator.device == "cpu":
         usable, granule = config.host_capacity_bytes, config.host_granule_bytes
@@ -89,8 +108,8 @@ def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
         own = torch.cuda.memory_reserved(configurator.gpu_id)
         usable, granule = int(free_and_total[1] * config.gpu_utilization) - own, CUDA_GRANULE_BYTES
     # The null page of every pool, and one shared granule at either end of every lane.
-    null_pages = (costs.token_bytes + costs.window_bytes) * page
-    usable -= costs.lanes * 2 * granule + null_pages
+    null_pages = math.ceil((costs.token_bytes + costs.window_bytes) * page)
+    usable -= costs.lanes * 2 * granule + null_pages + costs.fixed_bytes
     return max(0, int(usable // (costs.bytes * page)) * page)
 
 
@@ -119,4 +138,11 @@ def cut(sizes: Any, tokens: int, configurator: Any) -> Any:
                 " host backend KVCACHED_DIST_HOST_CAPACITY_BYTES)"
             )
         fields |= {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": window}
+        if engine.is_dsv4(configurator):
+            # Compressed entries follow full tokens, states of windows follow their pages; request states follow rows.
+            fields |= {
+                "c4_max_total_num_tokens": tokens // 4,
+                "c128_max_total_num_tokens": tokens // 128,
+                "c4_state_pool_size": sizes.c4_state_pool_size * window // sizes.swa_max_total_num_tokens,
+            }
     return type(sizes)(**fields)

@@ -140,7 +140,12 @@ class Runtime:
         reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(
             configurator, dsv4_bridge=self.config.sglang_dsv4_kv_pool_bridge
         )  # fmt: skip
-        fitting = 0 if reason else capacity.fitting_tokens(configurator, sizes, self.config)
+        fitting = 0
+        if not reason:
+            try:
+                fitting = capacity.fitting_tokens(configurator, sizes, self.config)
+            except ConfigError as error:
+                reason = str(error)
         answers = engine.gather((reason, fitting))
         refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
         if refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import platform
@@ -54,6 +55,16 @@ def _sglang_version() -> str:
     from importlib import metadata
 
     return metadata.version("sglang")
+
+
+@contextlib.contextmanager
+def turn(paths: Sequence[str]) -> Iterator[None]:
+    """Hold these lock files, one after the other: runs that start side by side measure in turn."""
+    with contextlib.ExitStack() as stack:
+        for path in sorted(paths):
+            lock = stack.enter_context(open(path, "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def setting(text: str) -> tuple[str, str]:

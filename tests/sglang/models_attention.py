@@ -93,6 +93,16 @@ SWA: dict[str, Any] = {
 SWA_OPTIONS = (*OPTIONS, "--swa-full-tokens-ratio", "0.5")
 
 
+THE_MODEL = "the model itself"
+"""In the options of a server: the folder of its model."""
+
+SPECULATION_OPTIONS = (
+    *OPTIONS, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", THE_MODEL,
+    "--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
+)  # fmt: skip
+"""The model drafts for itself; in a batch its drafts are right most of the time."""
+
+
 def write_mla(folder: Path, *, weights: bool = True) -> Path:
     """A model of three layers that keeps one latent per token."""
     hidden, heads = MLA["hidden_size"], MLA["num_attention_heads"]

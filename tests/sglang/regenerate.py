@@ -16,7 +16,14 @@ from pathlib import Path
 
 from tests.sglang import cases
 from tests.sglang.models import DSV4_OPTIONS, LLAMA_OPTIONS, write_dsv4, write_llama
-from tests.sglang.models_attention import MLA_OPTIONS, SWA_OPTIONS, write_mla, write_swa
+from tests.sglang.models_attention import (
+    MLA_OPTIONS,
+    SPECULATION_OPTIONS,
+    SWA_OPTIONS,
+    THE_MODEL,
+    write_mla,
+    write_swa,
+)
 from tests.sglang.server import Server
 
 REFERENCES = Path(__file__).parent / "reference"
@@ -46,9 +53,10 @@ class Served:
 
     def start(self, folder: Path, settings: Mapping[str, str]) -> Server:
         """Serve it, with more environment variables."""
+        model = self.write(folder)
+        options = [str(model) if option == THE_MODEL else option for option in self.options]
         return Server.start(
-            self.write(folder), folder, tp=self.tp, pp=self.pp, options=self.options,
-            settings={**self.settings, **settings},
+            model, folder, tp=self.tp, pp=self.pp, options=options, settings={**self.settings, **settings}
         )  # fmt: skip
 
     @property
@@ -69,6 +77,10 @@ MLA = Served(
 SWA = Served(
     "swa_tp2_pp2", write_swa, cases.llama, 2, 2, (*SWA_OPTIONS, "--page-size", "16", "--chunked-prefill-size", "256"),
     CPU_ATTENTION,
+)  # fmt: skip
+SPECULATION = Served(
+    "speculation_tp2", write_llama, cases.llama, 2, 1,
+    (*SPECULATION_OPTIONS, "--page-size", "16", "--chunked-prefill-size", "256"), CPU_ATTENTION,
 )  # fmt: skip
 
 
@@ -92,6 +104,6 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    for chosen in (LLAMA, DSV4, MLA, SWA):
+    for chosen in (LLAMA, DSV4, MLA, SWA, SPECULATION):
         if chosen.name in sys.argv[1:] or not sys.argv[1:]:
             regenerate(chosen)

@@ -15,8 +15,8 @@ PAGE = 16
 class Allocator:
     """As much of a token allocator as admission asks."""
 
-    def __init__(self, free: int) -> None:
-        self.page_size = PAGE
+    def __init__(self, free: int, page: int) -> None:
+        self.page_size = page
         self.free = free
 
     def available_size(self) -> int:
@@ -58,14 +58,14 @@ class Growth(SimpleNamespace):
         return int(self.allocator.free)
 
 
-def adder(free: int, chunk: int | None = 256) -> Any:
+def adder(free: int, chunk: int | None = 256, page: int = PAGE) -> Any:
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    return PrefillAdder(PAGE, NoCache(), Allocator(free), None, 1.0, 4096, chunk)
+    return PrefillAdder(page, NoCache(), Allocator(free, page), None, 1.0, 4096, chunk)
 
 
-def hooked(free: int, growable: int, chunk: int | None = 256) -> tuple[Admission, Any, Growth]:
-    made = adder(free, chunk)
+def hooked(free: int, growable: int, chunk: int | None = 256, page: int = PAGE) -> tuple[Admission, Any, Growth]:
+    made = adder(free, chunk, page)
     growth = Growth(growable=growable, allocator=made.token_to_kv_pool_allocator)
     admission = Admission(growth)  # type: ignore[arg-type]
     admission.opened(None, made)
@@ -114,10 +114,11 @@ def test_a_chunk_shrinks_to_what_is_published(engine_settings: Any) -> None:
     assert req.extend_range.length == 80, "whole pages, one of them kept for the engine's over-estimate"
 
 
-def test_a_chunk_without_a_page_is_parked_and_nobody_overtakes_it(engine_settings: Any) -> None:
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_chunk_without_a_page_is_parked_and_nobody_overtakes_it(page: int, engine_settings: Any) -> None:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    admission, made, growth = hooked(free=16, growable=5000)
+    admission, made, growth = hooked(free=page, growable=5000, page=page)
     req = request(1000, cached=256)
     assert admission.add_chunked_req(native, made, req) is req
     assert made.can_run_list == []

@@ -13,6 +13,7 @@ from kvcached_dist.coord.core.errors import ConfigError
 from kvcached_dist.sglang import capacity, engine
 from kvcached_dist.sglang.runtime import Phase
 from tests.sglang.test_agreement import configurator, runtime, sizes
+from tests.sglang.test_dsv4_pools import configurator as dsv4_configurator
 
 GRANULE = 4096
 
@@ -110,7 +111,45 @@ def test_types_of_eight_bits_are_one_byte(engine_settings: Any) -> None:
     assert capacity.demand(made, sizes()).token_bytes == 576 * 2
 
 
-def test_deepseek_v4_is_not_cut(engine_settings: Any) -> None:
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]))
-    made = SimpleNamespace(model_config=model)
-    assert capacity.fitting_tokens(made, sizes(4096), settings(GRANULE)) == 4096
+def compressed(layers: range = range(6)) -> Any:
+    """Six layers of DeepSeek-V4, or some of them on one of two stages."""
+    made = dsv4_configurator(layers.start // 3 if len(layers) < 6 else 0, 6 // len(layers))
+    made.model_config.hf_config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"])
+    made.device, made.is_hybrid_swa, made.sliding_window_size = "cpu", True, 128
+    return made
+
+
+def compressed_sizes() -> Any:
+    fields = {name: getattr(sizes(), name) for name in type(sizes()).__struct_fields__}
+    fields |= {
+        "max_total_num_tokens": 100 * 256, "full_max_total_num_tokens": 100 * 256, "swa_max_total_num_tokens": 20 * 256,
+        "c4_max_total_num_tokens": 100 * 64, "c128_max_total_num_tokens": 100 * 2, "c4_state_pool_size": 20 * 16,
+        "max_running_requests": 8,
+    }  # fmt: skip
+    return type(sizes())(**fields)
+
+
+def test_deepseek_v4_is_counted_by_its_pages(engine_settings: Any) -> None:
+    costs = capacity.demand(compressed(), compressed_sizes())
+    # Two layers with C4 KV (64 entries, padded to 37,440 bytes) and an indexer, two with C128 KV (1,728 bytes).
+    assert costs.token_bytes * 256 == 2 * (37_440 + 64 * 132) + 2 * 1_728
+    assert (costs.window_share, costs.fixed_bytes > 0) == (0.2, True)
+
+
+def test_deepseek_v4_is_cut_in_all_its_sizes(engine_settings: Any) -> None:
+    made, native = compressed(), compressed_sizes()
+    costs = capacity.demand(made, native)
+    spare = costs.lanes * 2 * GRANULE + costs.fixed_bytes + int((costs.token_bytes + costs.window_bytes) * 256) + 1
+    fits = capacity.fitting_tokens(made, native, settings(spare + int(costs.bytes * 256 * 50)))
+    assert fits == 50 * 256
+    less = capacity.cut(native, fits, made)
+    assert (less.max_total_num_tokens, less.full_max_total_num_tokens) == (50 * 256, 50 * 256)
+    assert (less.swa_max_total_num_tokens, less.c4_state_pool_size) == (10 * 256, 10 * 16)
+    assert (less.c4_max_total_num_tokens, less.c128_max_total_num_tokens) == (50 * 64, 50 * 2)
+
+
+def test_a_stage_counts_its_own_layers_only(engine_settings: Any) -> None:
+    first, second = (capacity.demand(compressed(half), compressed_sizes()) for half in (range(3), range(3, 6)))
+    assert first.token_bytes != second.token_bytes
+    whole = capacity.demand(compressed(), compressed_sizes())
+    assert first.token_bytes + second.token_bytes == whole.token_bytes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvcached_dist.cli import main
 from kvcached_dist.cli.sglang import check
 from kvcached_dist.config import Config
-from kvcached_dist.sglang import features
+from kvcached_dist.sglang import engine, features
+from kvcached_dist.sglang.admission import Admission
 from kvcached_dist.sglang.features import Use
 from kvcached_dist.sglang.plugin import Plugin
 
@@ -46,6 +48,28 @@ def test_what_is_not_there_keeps_the_native_pools_and_is_named(
 ) -> None:
     monkeypatch.setattr(features, "USES", (*features.USES, use))
     assert Plugin(Config.preset("tests")).missing() == [str(use)]
+
+
+def test_a_name_may_have_moved(engine_settings: Any) -> None:
+    assert features.has(Use(ADDER, "no_such_budget", (ADDER, "rem_total_token_offset")))
+    assert not features.has(Use(ADDER, "no_such_budget", ("sglang.srt.no_such_module", "x")))
+
+
+def test_what_has_moved_is_read_where_it_is() -> None:
+    kept, moved = SimpleNamespace(prefix_indices=[4, 5]), SimpleNamespace(prefix_len=3, prefix_indices=None)
+    assert (engine.prefix_tokens(kept), engine.prefix_tokens(moved)) == (2, 3)
+    assert engine.parallel_of(SimpleNamespace(ps="sizes and ranks")) == "sizes and ranks"
+
+
+def test_sizes_and_ranks_may_be_kept_for_the_process(engine_settings: Any) -> None:
+    assert engine.parallel_of(SimpleNamespace()) is engine.context("parallel")
+
+
+def test_growth_counts_in_a_budget_of_its_own() -> None:
+    runtime = cast(Any, SimpleNamespace(elastic=True, growable_tokens=lambda: 40))
+    adder = SimpleNamespace(memory_budget=SimpleNamespace(total_offset=7, current_offset=7))
+    Admission(runtime).opened(None, adder)
+    assert vars(adder) == {"memory_budget": SimpleNamespace(total_offset=-33, current_offset=7)}
 
 
 def test_names_are_found_behind_a_hook(engine_settings: Any, registry: Any) -> None:

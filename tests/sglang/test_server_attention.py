@@ -1,4 +1,4 @@
-"""The real server with MLA at two tensor-parallel ranks, and with a sliding-window hybrid at two ranks in two stages.
+"""The real server: MLA and speculative decoding at two ranks, a window hybrid at two ranks in two stages.
 
 Pages of 64 and of 16 tokens, chunked prefill. The tests run in the order in which they stand.
 """
@@ -15,15 +15,27 @@ from typing import Any
 import pytest
 
 from tests.sglang import cases
-from tests.sglang.regenerate import MLA, SWA, Served
+from tests.sglang.regenerate import MLA, SPECULATION, SWA, Served
 from tests.sglang.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-POOLS = {MLA.name: {"mla_kv": "full"}, SWA.name: {"mha_kv": "full", "swa_kv": "swa"}}
+POOLS = {
+    MLA.name: {"mla_kv": "full"},
+    SWA.name: {"mha_kv": "full", "swa_kv": "swa"},
+    SPECULATION.name: {"mha_kv": "full"},
+}
+
+DRAFT_BYTES = 2 * (4096 + 16) * 1 * 16 * 2
+"""One of K and V of the draft model on a rank: layers x (tokens + null page) x heads x dimensions x bytes."""
+
+KEPT = {
+    SPECULATION.name: {f"draft.token_to_kv_pool.{part}_buffer": DRAFT_BYTES for part in ("k", "v")},
+}
+"""What stays with the engine."""
 
 
-@pytest.fixture(scope="module", params=[MLA, SWA], ids=lambda served: str(served.name))
+@pytest.fixture(scope="module", params=[MLA, SWA, SPECULATION], ids=lambda served: str(served.name))
 def served(request: Any) -> Served:
     found: Served = request.param
     return found
@@ -69,7 +81,7 @@ def test_every_pool_is_elastic_on_every_rank(served: Served, server: Server) -> 
         for name, domain in POOLS[served.name].items()
     ]
     assert [line for line in wanted if line not in log] == []
-    assert [state["runtime_pools"] for state in server.states()] == [{} for _ in ranks]
+    assert [state["runtime_pools"] for state in server.states()] == [KEPT.get(served.name, {}) for _ in ranks]
 
 
 def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Served, server: Server) -> None:

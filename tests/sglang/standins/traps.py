@@ -31,6 +31,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    _complete_attention()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     HookRegistry.register(f"{scheduler}run_batch", _batch, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}process_input_requests", _iteration, HookType.BEFORE)
@@ -38,6 +39,13 @@ def register() -> None:
     HookRegistry.register("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", _chunk, HookType.AFTER)
     HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applied, HookType.AFTER)
     HookRegistry.register("kvcached_dist.physical.PhysicalWorker.perform", _driver_work, HookType.BEFORE)
+
+
+def _complete_attention() -> None:
+    """DP attention pads batches, and ``torch_native`` lacks the length of a request that is only padding."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1
 
 
 def note(what: str, *numbers: int) -> None:
