@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,37 @@ def main() -> int:
     report["cells"] = []
     kinds = [(MODELS[name], mode == "graphs") for mode in arguments.modes for name in arguments.models]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for model, graphs in kinds:
-            report["cells"].append(cell(console, model, graphs, arguments, Path(folder)))
+
+        def save() -> None:
             if arguments.json:
-                Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+                Path(arguments.json).write_text(json.dumps(report) + "\n")
+
+        for model, graphs in kinds:
+            found: dict[str, Any] = {"model": model.name, "tp": arguments.tp, "graphs": graphs}
+            report["cells"].append(found)
+            cell(console, model, found, arguments, Path(folder), save)
+            save()
     return 1 if any(bad(found) for found in report["cells"]) else 0
 
 
 def bad(found: dict[str, Any]) -> bool:
     """Whether a cell says that something is wrong."""
     failed = any(run["client"]["failed"] for runs in found.get("runs", {}).values() for run in runs)
-    return bool(found.get("failure") or failed or found["tokens"]["different"] or found["tokens"]["errors_at_once"])
+    tokens = found.get("tokens", {})
+    return bool(found.get("failure") or failed or tokens.get("different") or tokens.get("errors_at_once"))
 
 
-def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One model, with captured graphs or without."""
+def cell(
+    console: Console,
+    model: Model,
+    found: dict[str, Any],
+    arguments: argparse.Namespace,
+    folder: Path,
+    save: Callable[[], None],
+) -> None:
+    """One model, with captured graphs or without; what is known so far is saved as it comes."""
+    graphs = found["graphs"]
     title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
-    found: dict[str, Any] = {"model": model.name, "tp": arguments.tp, "graphs": graphs}
     options = GRAPHS if graphs else EAGER
     servers = {}
     try:
@@ -81,7 +96,11 @@ def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Names
         with measure.turn(arguments.turn):
             found["card_used"] = measure.card_used_bytes()
             found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
-            found["runs"] = rounds(servers, model, arguments)
+            save()
+            found["runs"] = {kind: [] for kind in servers}
+            for kind, run in rounds(servers, model, arguments):
+                found["runs"][kind].append(run)
+                save()
         found["pools"] = {name: pool["static_bytes"] for name, pool in servers["elastic"].states()[0]["pools"].items()}
         show(console, title, found)
     except Exception as error:
@@ -91,22 +110,21 @@ def cell(console: Console, model: Model, graphs: bool, arguments: argparse.Names
     finally:
         for server in servers.values():
             server.stop()
-    return found
 
 
-def rounds(servers: dict[str, Server], model: Model, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def rounds(
+    servers: dict[str, Server], model: Model, arguments: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Loads in turn; the first one of each kind warms up and is left out."""
     slow = model.name == "deepseek_v4"
     parallel = 16 if slow else 32
     number = arguments.requests or (96 if slow else 640)
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in servers}
     for turn in range(arguments.rounds + 1):
         requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
         for kind in list(servers)[:: 1 if turn % 2 else -1]:
             run = measure.loaded(servers[kind], requests, parallel)
             if turn:
-                runs[kind].append(run)
-    return runs
+                yield kind, run
 
 
 def show(console: Console, title: str, found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from .census import Copy, CopyFactory
 
 if TYPE_CHECKING:
-    from .lists import PageBook
+    from .book import PageBook
 
 NONE_BAD = -(1 << 62)
 """Report of a device that has seen no bad id."""

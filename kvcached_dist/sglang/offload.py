@@ -36,8 +36,14 @@ class Offload:
         self._runtime = runtime
 
     def tell_state(self, answer: Any, _scheduler: Any, *_: Any) -> None:
-        """After ``get_internal_state`` of a scheduler."""
-        answer.internal_state[STATE] = {"elastic": self._runtime.elastic, "native_because": self._runtime.reason}
+        """After ``get_internal_state`` of a scheduler: what it tells of us, also at ``/server_info``."""
+        runtime = self._runtime
+        answer.internal_state[STATE] = {
+            "elastic": runtime.elastic,
+            "native_because": runtime.reason,
+            "parked_chunks": runtime.parked_chunks,
+            "evicted_tokens": runtime.evicted_tokens,
+        }
 
     async def ask_release(self, original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
         """In the front end: a clear error before anything is asked of a scheduler."""

@@ -21,7 +21,7 @@ CAPACITY = 16 << 20
 
 def configurator(**changes: Any) -> Any:
     """As much of the engine's ``KVCacheConfigurator`` as is asked while pools are built."""
-    parallel = SimpleNamespace(pp_rank=0, pp_size=1, tp_rank=0, tp_size=1)
+    parallel = SimpleNamespace(pp_rank=0, pp_size=1, tp_rank=0, tp_size=1, attn_dp_size=1)
     values: dict[str, Any] = {
         "ps": parallel, "device": "cpu", "is_draft_worker": False, "server_args": SimpleNamespace(nnodes=1),
         "layer_info": SimpleNamespace(start_layer=0, end_layer=4), "sliding_window_size": None,

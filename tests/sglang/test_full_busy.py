@@ -1,4 +1,4 @@
-"""Five minutes under a light load that never pauses, after a peak: memory comes back all the same.
+"""Five minutes under a light load that never pauses, with peaks in it: memory comes back after each of them.
 
 The engine's list is first-in-first-out: what is free after the peak is scattered over all runs, and the light load
 walks through it. Without the sorting of the list no run would ever be free as a whole.
@@ -25,6 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 BUSY_S = 300.0
 CLIENTS = 2
+BACK_S = 40.0
+"""Longest until a third of a peak is held; a step of the tiny model on a busy machine takes tens of milliseconds."""
+
+PAUSE_S = 5.0
+"""Of light load only, between two peaks."""
+
 ROW = replace(next(row for row in ROWS if (row.tp, row.pp, row.page) == (2, 1, 1)), radix=False)
 
 
@@ -51,34 +57,42 @@ def client(server: Server, seed: int, until: float) -> int:
     return answered
 
 
-def test_a_peak_comes_back_in_five_minutes_without_a_pause(
+def peak(server: Server, pool: ThreadPoolExecutor) -> int:
+    """Five long prompts at once; most tokens that were published meanwhile."""
+    answers = [pool.submit(server.generate, cases.PROMPT[k * 40 : k * 40 + 500], 60) for k in range(5)]
+    top = published(server)
+    while not all(answer.done() for answer in answers):
+        top = max(top, published(server))
+        time.sleep(0.1)
+    assert [len(answer.result()) for answer in answers] == [60] * 5
+    return top
+
+
+def test_every_peak_comes_back_although_nobody_pauses(
     server: Server, record_property: Callable[[str, object], None]
 ) -> None:
     until = time.monotonic() + BUSY_S
+    tops: list[int] = []
+    took_s: list[float] = []
     with ThreadPoolExecutor(CLIENTS + 5) as pool:
-        # The light load runs before, during and after the peak, so that there is no idle moment in which to give back.
+        # The light load runs before, during and after the peaks, so that there is no idle moment in which to give back.
         running = [pool.submit(client, server, seed, until) for seed in range(CLIENTS)]
-        peaks = [pool.submit(server.generate, cases.PROMPT[k * 40 : k * 40 + 500], 60) for k in range(5)]
-        top = published(server)
-        while not all(peak.done() for peak in peaks):
-            top = max(top, published(server))
-            time.sleep(0.1)
-        mapped, reclaimed = server.mapped_bytes(), server.counter("reclaimed_runs")
-        came_back: float | None = None
-        begin = time.monotonic()
-        while not all(answer.done() for answer in running):
-            if came_back is None and published(server) <= top // 3:
-                came_back = time.monotonic() - begin
-            time.sleep(0.25)
+        while time.monotonic() < until - BACK_S:
+            tops.append(peak(server, pool))
+            begin = time.monotonic()
+            while published(server) > tops[-1] // 3:
+                assert time.monotonic() - begin < BACK_S, (tops, took_s, server.states()[0]["counters"])
+                time.sleep(0.1)
+            took_s.append(time.monotonic() - begin)
+            time.sleep(PAUSE_S)
         answered = sum(answer.result() for answer in running)
-        busy = server.counter("reclaimed_runs") - reclaimed
-    assert came_back is not None, (top, published(server), server.states()[0]["counters"])
-    assert busy >= 3
+    assert len(tops) >= 5
+    assert server.counter("reclaimed_runs") >= len(tops)
     assert answered > 5 * CLIENTS
     assert [state["failure"] for state in server.states()] == [None, None]
-    record_property("published_tokens_top", top)
-    record_property("a_third_of_it_after_s", round(came_back, 1))
-    record_property("mapped_bytes_peak_and_after", [mapped, server.mapped_bytes()])
+    record_property("peaks", len(tops))
+    record_property("published_tokens_at_the_smallest_peak", min(tops))
+    record_property("longest_until_a_third_of_it_s", round(max(took_s), 1))
     record_property("requests_while_busy", answered)
     record_property("grows", server.grows())
     record_property("refused", server.counter("refused"))

@@ -14,6 +14,8 @@ from kvcached_dist.sglang import buffers, specs
 from kvcached_dist.sglang.runtime import Phase
 from tests.sglang.families import Rank, configurator, stripes
 
+pytestmark = pytest.mark.slow
+
 TOKENS, RANK, ROPE, LAYERS = 1024, 96, 32, 4
 
 

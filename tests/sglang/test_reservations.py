@@ -15,6 +15,8 @@ from tests.sglang import test_dsv4_pools as dsv4
 from tests.sglang.families import Rank, configurator
 from tests.sglang.test_mla_pools import allocator, engine_pool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def rank(engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:

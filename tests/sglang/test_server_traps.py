@@ -22,21 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HOLD_S = 8
 """Longer than a growth deadline and two queries, as a kernel that is built in-process; well within the lease."""
 
-SLOW_UNMAP = "rank=1,op=slow,at=unmap,ms=1500,nth=1,count=60"
-
 
 @pytest.fixture(scope="module")
 def skipping() -> Iterator[Trapped]:
-    """Two tensor-parallel ranks, pages of 16 tokens; three of four broadcasts are skipped; unmapping is slow."""
-    options = ("--page-size", "16", "--chunked-prefill-size", "64", "--scheduler-recv-interval", "4")
-    with trapped(tp=2, pp=1, options=options, faults=SLOW_UNMAP) as started:
+    """Two tensor-parallel ranks, pages of one token; three of four broadcasts are skipped."""
+    with trapped(tp=2, pp=1, options=("--chunked-prefill-size", "64", "--scheduler-recv-interval", "4")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def staged() -> Iterator[Trapped]:
-    """Two pipeline stages with up to two batches more in flight, pages of one token."""
-    options = ("--chunked-prefill-size", "64", "--pp-async-batch-depth", "2")
+    """Two pipeline stages with up to two batches more in flight, pages of 16 tokens."""
+    options = ("--page-size", "16", "--chunked-prefill-size", "64", "--pp-async-batch-depth", "2")
     with trapped(tp=1, pp=2, options=options) as started:
         yield started
 
@@ -69,32 +66,38 @@ def test_the_prefix_cache_is_never_evicted_while_memory_can_grow(skipping: Trapp
     for prompt, expected in zip(prompts, first, strict=True):
         again = answer(trap, prompt, 6)
         assert again["output_ids"] == expected
-        assert again["meta_info"]["cached_tokens"] == 240
+        assert again["meta_info"]["cached_tokens"] == 249
     assert trap.events("evict") == []
     assert trap.server.grows() >= 8
     assert well(trap)
 
 
 def test_marks_that_skip_broadcasts_reach_every_rank_once_and_in_order(skipping: Trapped) -> None:
-    leader, follower = skipping.entries()
-    assert leader == follower
-    assert sum(name == "Publish" for name, _ in leader) == skipping.server.grows()
+    def applied() -> list[int]:
+        return [sum(name == "Publish" for name, _ in rank) for rank in skipping.entries()]
+
+    # Marks go on at idle, so the last ones may be on their way.
+    eventually(lambda: set(applied()) == {skipping.server.grows()}, applied)
+    assert well(skipping)
 
 
 def test_a_flush_while_an_unmap_is_pending(skipping: Trapped) -> None:
     trap = skipping
     expected = trap.server.generate(PROMPT[:400], 8)
-    trap.server.flush()
-    eventually(lambda: bool(trap.events("UNMAP")), trap.server.states)
-    assert len({event.pid for event in trap.events("UNMAP")}) == 1, "the other rank should still be at it"
-    assert trap.events("RELEASE") == []
-    trap.server.flush()
-    assert trap.server.generate(PROMPT[:400], 8) == expected
-    trap.server.flush()
-    assert trap.server.generate(PROMPT[:400], 8) == expected
-    flushed = time.monotonic()
-    eventually(lambda: trap.server.counter("reclaimed_runs") >= 3, trap.server.states)
-    assert trap.events("RELEASE")[-1].at > flushed
+    begin = time.monotonic()
+
+    def since(kind: str) -> int:
+        return sum(event.at > begin for event in trap.events(kind))
+
+    with trap.switched("slow_unmap"):
+        trap.server.flush()
+        eventually(lambda: since("UNMAP") >= 2, trap.server.states)
+        trap.server.flush()
+        assert since("RELEASE") == 0, "the unmap was over before the flush"
+        assert trap.server.generate(PROMPT[:400], 8) == expected
+        trap.server.flush()
+        assert trap.server.generate(PROMPT[:400], 8) == expected
+    eventually(lambda: since("RELEASE") >= 2, trap.server.states)
     assert well(trap)
 
 
@@ -112,9 +115,8 @@ def test_the_memory_saver_is_refused_with_a_reason_and_the_server_lives_on(what:
 
 def test_nobody_dies_while_a_follower_holds_its_interpreter(skipping: Trapped) -> None:
     trap = skipping
-    trap.server.flush()
     expected = trap.server.generate(PROMPT[300:700], 8)
-    trap.server.flush()
+    trap.shrink()
     before = trap.server.grows()
     (trap.folder / "hold").write_text(str(HOLD_S))
     asked = time.monotonic()
@@ -131,33 +133,32 @@ def test_nobody_dies_while_a_follower_holds_its_interpreter(skipping: Trapped) -
 
 
 def parked_chunk(trap: Trapped) -> None:
-    trap.server.flush()
-    expected = trap.server.generate(PROMPT[:880], 8)
-    trap.server.flush()
-    # Idle: just the reserve is held, so the neighbour can take the rest.
-    eventually(lambda: trap.server.states()[0]["domains"]["full"]["published"] <= 3 * 128, trap.server.states)
-    refused, seen = trap.server.counter("refused"), len(trap.events("parked"))
-    with ThreadPoolExecutor(2) as pool, trap.switched("slow"):
-        asked: Future[list[int]] = pool.submit(trap.server.generate, PROMPT[:880], 8)
-        started = len(trap.events("batch"))
-        eventually(lambda: len(trap.events("batch")) >= started + 2, trap.server.states)
-        with trap.neighbour(leaves_bytes=3 * 8192):
-            eventually(lambda: len(trap.events("parked")) >= seen + 4, trap.server.states, 30.0)
-            short: Future[list[int]] = pool.submit(trap.server.generate, PROMPT[5:40], 4)
-            time.sleep(0.5)
-            assert not asked.done()
-            assert not short.done(), "a request has overtaken the parked one"
+    prompt = [*PROMPT, *PROMPT[:100]]
+    expected = trap.server.generate(prompt, 8)
+    trap.shrink()
+    grown, parked = trap.server.grows(), trap.told()["parked_chunks"]
+    with ThreadPoolExecutor(2) as pool:
+        with trap.switched("slow"):
+            started = len(trap.events("batch"))
+            asked: Future[list[int]] = pool.submit(trap.server.generate, prompt, 8)
+            eventually(lambda: len(trap.events("batch")) >= started + 2, trap.server.states)
+            with trap.neighbour(leaves_bytes=3 * 8192):
+                eventually(lambda: trap.told()["parked_chunks"] >= parked + 3, trap.server.states, 30.0)
+                short: Future[list[int]] = pool.submit(trap.server.generate, PROMPT[5:40], 4)
+                time.sleep(0.5)
+                assert not asked.done()
+                assert not short.done(), "a request has overtaken the parked one"
         assert asked.result(timeout=60) == expected
         assert len(short.result(timeout=60)) == 4
-    assert trap.server.counter("refused") > refused or trap.server.states()[0]["domains"]["full"]["growable"] >= 0
+    assert trap.server.grows() > grown
     assert well(trap)
 
 
-def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_16(skipping: Trapped) -> None:
+def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_1(skipping: Trapped) -> None:
     parked_chunk(skipping)
 
 
-def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_1(staged: Trapped) -> None:
+def test_a_chunk_that_finds_nothing_is_parked_with_pages_of_16(staged: Trapped) -> None:
     parked_chunk(staged)
 
 
@@ -182,11 +183,11 @@ def test_nothing_is_unmapped_before_a_late_stage_has_left_it(staged: Trapped) ->
         for _ in range(2):
             found = list(pool.map(one, range(len(prompts))))
             assert found[::6] == expected
+            # The next round follows at once, while the flushed pages are given back.
             trap.server.flush()
-            # Not at idle: the next round follows at once, while the flushed pages are given back.
     eventually(lambda: len(trap.events("Retire")) >= retired + 8, trap.server.states)
     eventually(lambda: len(trap.events("RELEASE")) >= 8, trap.server.states)
-    assert late_steps(trap) >= 1
+    assert late_steps(trap) >= 3
     assert well(trap)
     check_order(trap)
 

@@ -14,6 +14,8 @@ from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.runtime import Phase
 from tests.sglang.families import Rank, configurator
 
+pytestmark = pytest.mark.slow
+
 FULL_TOKENS, SWA_TOKENS, HEADS, DIM = 1024, 768, 2, 64
 FULL_LAYERS, SWA_LAYERS = [1, 3], [0, 2]
 HYBRID = {specs.FULL: FULL_LAYERS, specs.SWA: SWA_LAYERS}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcached_dist import _native
 from tests.sglang.models import LLAMA_OPTIONS, write_llama
@@ -63,6 +66,23 @@ class Trapped:
             of_rank[rank].append((event.what, txn))
         return [of_rank[rank] for rank in sorted(of_rank)]
 
+    def told(self) -> dict[str, Any]:
+        """What rank 0's scheduler says of the library at ``/server_info``."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/server_info", timeout=30) as answer:
+            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        found: dict[str, Any] = states[0]["kvcached_dist"]
+        return found
+
+    def shrink(self) -> None:
+        """Flush, and wait until just the reserve is held."""
+        self.server.flush()
+
+        def small() -> bool:
+            full = self.server.states()[0]["domains"]["full"]
+            return bool(full["published"] <= 4 * full["blocks_per_page"])
+
+        eventually(small, self.server.states)
+
     @contextlib.contextmanager
     def switched(self, name: str) -> Iterator[None]:
         """A disturbance is on inside."""
@@ -92,7 +112,7 @@ class Trapped:
 
 
 @contextlib.contextmanager
-def trapped(*, tp: int, pp: int, options: Sequence[str], faults: str = "") -> Iterator[Trapped]:
+def trapped(*, tp: int, pp: int, options: Sequence[str]) -> Iterator[Trapped]:
     """Serve the tiny Llama with small granules and watermarks on one small card."""
     # Not pytest's own folder: snapshots need a file system that can make unnamed files.
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
@@ -108,7 +128,6 @@ def trapped(*, tp: int, pp: int, options: Sequence[str], faults: str = "") -> It
         "KVCACHED_MIN_RESERVED_PAGES": "1",
         "KVCACHED_MAX_RESERVED_PAGES": "2",
         "KVCACHED_DIST_BEAT_S": "0.1",
-        **({"KVCACHED_DIST_FAULTS": faults} if faults else {}),
     }
     try:
         server = Server.start(

@@ -1,4 +1,4 @@
-"""What the engine's ``torch_native`` attention lacks for MLA and for sliding-window hybrids.
+"""What the engine's ``torch_native`` attention lacks for MLA, for sliding-window hybrids and for speculative decoding.
 
 It reads window layers at ids of full attention, and it computes the latent of MLA only in the absorbed form. Both are
 put right here, natively and elastically alike. Loaded by the engine as a plugin, in force with CPU_ATTENTION=1.

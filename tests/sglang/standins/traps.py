@@ -2,8 +2,8 @@
 
 Loaded by the engine as a plugin, in force with TRAPS naming a folder. Everything that happens is one line of
 ``events`` there: time (of the machine's monotonic clock), process, what, numbers. A test switches disturbances on by
-files in the folder: ``slow`` makes all ranks slow, ``late`` the last pipeline stage, ``hold`` makes one follower keep
-its interpreter for the seconds that stand in the file.
+files in the folder: ``slow`` makes all ranks slow, ``late`` the last pipeline stage, ``slow_unmap`` the driver of the
+followers; ``hold`` makes one follower keep its interpreter for the seconds that stand in the file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ LATE_S = 0.03
 SLOW_S = 0.1
 """How long all ranks sleep before each batch."""
 
-PARKED = "_kvcached_parked"
-"""The mark that the library leaves at the engine's admission when a chunk found nothing."""
+SLOW_UNMAP_S = 4.0
+"""How much longer a follower takes to unmap."""
+
+_rank = 0
+"""Of this process, once it has applied a mark."""
 
 
 def register() -> None:
@@ -31,21 +34,13 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _complete_attention()
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     HookRegistry.register(f"{scheduler}run_batch", _batch, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}process_input_requests", _iteration, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.mem_cache.radix_cache.RadixCache.evict", _evicted, HookType.AFTER)
-    HookRegistry.register("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", _chunk, HookType.AFTER)
+    for cache in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache"):
+        HookRegistry.register(f"sglang.srt.mem_cache.{cache}.evict", _evicted, HookType.AFTER)
     HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applied, HookType.AFTER)
     HookRegistry.register("kvcached_dist.physical.PhysicalWorker.perform", _driver_work, HookType.BEFORE)
-
-
-def _complete_attention() -> None:
-    """DP attention pads batches, and ``torch_native`` lacks the length of a request that is only padding."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1
 
 
 def note(what: str, *numbers: int) -> None:
@@ -79,20 +74,19 @@ def _iteration(scheduler: Any, *_: Any) -> None:
     note("held", seconds)
 
 
-def _chunk(_result: Any, adder: Any, *_: Any) -> None:
-    if getattr(adder, PARKED, False):
-        note("parked")
-
-
 def _evicted(result: Any, _cache: Any, *_: Any, **__: Any) -> None:
     if result.num_tokens_evicted:
         note("evict", result.num_tokens_evicted)
 
 
 def _applied(entries: Any, coordinator: Any, *_: Any) -> None:
+    global _rank
+    _rank = coordinator.world.rank
     for entry in entries:
         note(type(entry).__name__, coordinator.world.rank, getattr(entry, "txn", 0))
 
 
 def _driver_work(_worker: Any, work: Any) -> None:
     note(work.kind.name, work.txn)
+    if work.kind.name == "UNMAP" and _rank > 0 and (FOLDER / "slow_unmap").exists():
+        time.sleep(SLOW_UNMAP_S)

@@ -1,4 +1,4 @@
-"""Stands for the engine's CUDA kernels. One of them is called on the CPU, so it has a body."""
+"""Stands for the engine's CUDA kernels. Those that are called on the CPU have a body, plain and slow."""
 
 from __future__ import annotations
 
