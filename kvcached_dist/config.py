@@ -151,7 +151,8 @@ class Config:
         16_000,
         "KVCACHED_MAX_CACHED_TOKENS",
         Integer(None, 16_000),
-        "Budget of the prefix cache; what is above it is evicted by the log. Below 0: no limit, 0: nothing is kept.",
+        "Budget of the prefix cache; what is above it is evicted by the log. SGLang keeps to it at idle and when memory"
+        " is short, the replay always. Below 0: no limit, 0: nothing is kept.",
         "tokens",
         world=True,
     )

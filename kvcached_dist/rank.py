@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from . import observe, startup
 from .coord.core.errors import GroupFailed, RankLost
 from .coord.core.limits import LimitAnswer
-from .coord.core.types import Health, Run
+from .coord.core.types import DomainId, Health, Run
 from .parts import Parts
 
 if TYPE_CHECKING:
@@ -184,6 +184,16 @@ class RankCoordinator(Generic[D]):
     def overage_bytes(self) -> int:
         """Bytes that the fullest rank holds above the limit; 0 on followers."""
         return 0 if self._leader is None else self._leader.limits.overage_bytes()
+
+    def short_blocks(self, domain: str) -> int:
+        """Blocks of a domain that should become free because memory is short; 0 on followers, and while it is not.
+
+        For engines that keep what they could do without, such as a prefix cache. Threads: any.
+        """
+        if self._leader is None:
+            return 0
+        with self._agent.changed:
+            return self._leader.demand.short_blocks(DomainId(self.stage.domain_index(domain)))
 
     def register_runtime_pool(self, name: str, size_bytes: int) -> None:
         """Account for a pool on this rank's device that the engine's runtime keeps itself.

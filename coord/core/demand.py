@@ -21,6 +21,9 @@ RUNS_PER_TXN_MAX = 64
 SPARE_SHARE = 4
 """One part in so many of what could still be grown may be held ready beyond the demand of the next step."""
 
+SHORT_SHARE = 8
+"""Memory is short when less than one part in so many of a domain is free or could still be grown."""
+
 REFUSALS_MAX = 2
 """Refused grows for one waiting operation before it is a miss."""
 
@@ -232,6 +235,17 @@ class Demand:
         retained = leader.tables[domain].count(PageState.RETAINED)
         return self._affordable_pages(domain) + opened + retained
 
+    def short_blocks(self, domain: DomainId) -> int:
+        """Blocks that memory lacks so that a share of the domain could still be had; 0 where memory is not short.
+
+        What could be had is free beyond the demand of the next step, or could still be backed on every rank.
+        """
+        leader = self._leader
+        if not leader.active:
+            return 0
+        spare = max(0, self.free_pages(domain) - self.low_pages(domain)) + self._backable_pages(domain)
+        return max(0, leader.tables[domain].pages // SHORT_SHARE - spare) * leader.replica.blocks_per_page[domain]
+
     def settled(self, entries: Iterable[Entry]) -> bool:
         """Whether nothing is open, nothing is due and nothing could be given back or grown."""
         leader = self._leader
@@ -267,8 +281,12 @@ class Demand:
         return blocks // leader.replica.blocks_per_page[domain]
 
     def _affordable_pages(self, domain: DomainId) -> int:
+        return min(self._leader.tables[domain].count(PageState.ABSENT), self._backable_pages(domain))
+
+    def _backable_pages(self, domain: DomainId) -> int:
+        """Pages that the memory of every rank could back beside what is held, however many the domain still has."""
         leader = self._leader
-        pages = leader.tables[domain].count(PageState.ABSENT)
+        pages = leader.tables[domain].pages
         for peer in leader.peers:
             if peer.page_bytes[domain] > 0:
                 pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])

@@ -62,9 +62,10 @@ class Needs:
         return (prefill + decode) * self._steps + 1, admitted * self._steps
 
     def idle(self, pulled: Sequence[Any]) -> bool:
-        """Whether nothing runs or waits, for long enough."""
+        """Whether nothing runs or waits, for long enough. Questions about the engine's state are no work."""
         scheduler = self._scheduler
-        if pulled or scheduler.waiting_queue or not scheduler.is_fully_idle():
+        work = any(True for request in pulled for _ in _pulled_lengths(request))
+        if work or scheduler.waiting_queue or not scheduler.is_fully_idle():
             self._quiet_since = None
             return False
         now = time.monotonic()

@@ -26,6 +26,7 @@ from ..coord.core.errors import ConfigError, InvariantViolation
 from ..faults import FaultPlan
 from ..stream import EngineList, StreamCoordinator
 from . import capacity, engine, specs
+from .cache_budget import CacheBudget
 from .fence import StreamFence
 from .lists import RowList, TokenList
 from .needs import Needs
@@ -91,6 +92,7 @@ class Runtime:
         self.parked_chunks = 0
         self.evicted_tokens = 0
         self._missing = missing
+        self._cache_budget = CacheBudget(config)
         self.sizes: Any = None
         """The engine's derived sizes, as agreed."""
         self._configurator: Any = None
@@ -315,25 +317,16 @@ class Runtime:
         if self._needs is None:
             self._needs = Needs(self._scheduler)
         needs = self._needs
-        self._limit_cache(coordinator)
+        idle = needs.idle(pulled)
+        surplus = self._cache_budget.surplus(
+            coordinator, self._scheduler.tree_cache, self.lists[specs.FULL], idle=idle
+        )  # fmt: skip
+        if surplus:
+            coordinator.evict(surplus)
         pages, rows = needs.pages_and_rows(pulled)
         wanted = {name: rows if name == specs.ROWS else pages for name in self.lists}
-        frames = coordinator.decide(wanted, idle=needs.idle(pulled))
+        frames = coordinator.decide(wanted, idle=idle)
         return Mark(frames) if frames else None
-
-    def _limit_cache(self, coordinator: StreamCoordinator) -> None:
-        """The budget of the prefix cache, and room below a lowered limit; every rank evicts at the mark."""
-        cached = int(self._scheduler.tree_cache.evictable_size())
-        if not cached:
-            return
-        surplus = cached - self.config.max_cached_tokens if self.config.max_cached_tokens >= 0 else 0
-        full = specs.FULL
-        if (over := coordinator.overage_bytes) and not self.lists[full].available():
-            stage = coordinator.stage
-            page_tokens = stage.domain(full).blocks_per_page * self._taken().block_tokens(full)
-            surplus = max(surplus, min(cached, -(-over * page_tokens // max(1, stage.page_bytes(full)))))
-        if surplus > 0:
-            coordinator.evict(surplus)
 
     def apply(self, mark: Mark) -> None:
         """On every rank, before anything else of the same list is handled."""

@@ -215,6 +215,22 @@ def test_a_refusal_makes_growable_fall_and_the_engine_is_told_by_the_log() -> No
         assert later >= 2
 
 
+def test_memory_is_short_where_little_is_free_and_little_could_be_grown() -> None:
+    """Of nine pages one eighth is one page: with a limit at what is held there is not even that."""
+
+    def body(rank: Rank) -> Any:
+        before = rank.coordinator.short_blocks("full")
+        if rank.coordinator.leads:
+            rank.coordinator.set_limit(rank.coordinator.physical.held_bytes(), 1)
+        rank.until(lambda: rank.coordinator.short_blocks("full") == 1)
+        if rank.coordinator.leads:
+            rank.coordinator.set_limit(0, 2)
+        rank.until(lambda: rank.coordinator.short_blocks("full") == 0)
+        return before
+
+    assert values(run(body)) == [0, 0]
+
+
 def test_a_lost_mark_is_found_and_ends_the_world() -> None:
     def body(rank: Rank) -> Any:
         rank.iteration(1)

@@ -100,7 +100,7 @@ def test_a_run_is_counted_retired_and_confirmed_without_waiting(
     allocator.free(known, taken[:200])
     allocator.free(known, taken[200:500].int())
     eventually(lambda: known.run_is_free(90, 2))
-    assert not known.run_is_free(2, 1)
+    assert not known.run_is_free(10, 1)
     known.retire(90, 2)
     fence = StreamFence((torch.cuda.current_stream(),), known.take_checks())
     known.sort()

@@ -137,17 +137,28 @@ def page(results: Results, present: set[str]) -> str:
     ]
     lines += [_row(name, result) for name, result in sorted(results.items())]
     if not_run:
-        lines += ["", "Not run: " + ", ".join(f"`{name}`" for name in not_run) + "."]
+        lines += ["", "Not run:", "", *(f"* {_short(name)}" for name in not_run)]
     where = sorted({f"{result['machine']}; {result['versions']}" for result in results.values()})
     return "\n".join([*lines, "", "Machine: " + " / ".join(where) + ".", ""])
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("test_full_").replace(".py::test_", ": ")
 
 
 def _row(name: str, result: Mapping[str, Any]) -> str:
     facts = dict(result["facts"])
     counted = [str(facts.pop(name, "")) for name in ("grows", "refused", "reclaimed_runs")]
     others = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
-    test = name.removeprefix("test_full_").replace(".py::test_", ": ")
-    cells = [test, result["outcome"], str(result["seconds"]), *counted, others, f"`{result['commit']}`", result["date"]]
+    cells = [
+        _short(name),
+        result["outcome"],
+        str(result["seconds"]),
+        *counted,
+        others,
+        f"`{result['commit']}`",
+        result["date"],
+    ]
     return f"| {' | '.join(cells)} |"
 
 

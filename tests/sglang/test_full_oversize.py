@@ -39,7 +39,7 @@ def test_the_queue_goes_on_behind_a_prompt_that_no_rank_could_hold(server: Serve
     assert "cannot hold more beside its reserve" in cut
     with ThreadPoolExecutor(6) as pool:
         before = [pool.submit(server.generate, PROMPT[k : k + 250], 30) for k in (0, 50)]
-        large = pool.submit(server.generate, PROMPT[: tokens + 20], 4)
+        large = pool.submit(server.generate, [*PROMPT, *PROMPT][: tokens + 20], 4)
         after = [pool.submit(server.generate, PROMPT[k : k + 250], 8) for k in (100, 150, 200)]
         with pytest.raises(urllib.error.HTTPError) as refused:
             large.result()

@@ -95,6 +95,7 @@ def test_a_pause_between_two_requests_is_not_idleness(monkeypatch: pytest.Monkey
     assert not needs.idle(())
     now[0] += IDLE_AFTER_S
     assert needs.idle(())
+    assert needs.idle([SimpleNamespace(rid="how are you")]), "a question about the engine's state is no work"
     assert not needs.idle([pulled(1)])
     now[0] += IDLE_AFTER_S / 2
     assert not needs.idle(())

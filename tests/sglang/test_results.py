@@ -73,7 +73,10 @@ def test_a_test_that_fails_while_it_cleans_up_has_failed(tmp_path: Path) -> None
 
 
 def test_the_page_says_what_was_not_run() -> None:
-    text = page({"test_full_matrix.py::test_llama[x]": PASSED}, {"test_full_matrix.py::test_llama[x]", "b.py::two"})
+    text = page(
+        {"test_full_matrix.py::test_llama[x]": PASSED},
+        {"test_full_matrix.py::test_llama[x]", "test_full_soak.py::test_two"},
+    )
     assert "1 of 1 passed, 1 not run" in text
     assert "| matrix: llama[x] | passed | 54.0 | 7 |  |  | retractions 2 | `abc` | 2026-01-02 03:04 |" in text
-    assert "Not run: `b.py::two`." in text
+    assert "Not run:\n\n* soak: two\n" in text

@@ -31,6 +31,7 @@ class Log:
         self.applied: list[tuple[bytes, ...]] = []
         self.evictions: list[int] = []
         self.overage_bytes = 0
+        self.short_blocks = lambda _domain: 0
         self.wanted: list[dict[str, int]] = []
         self.domains = {specs.FULL: SimpleNamespace(growable=growable)}
         self.stage = stage()
@@ -114,13 +115,14 @@ def test_every_rank_evicts_what_the_log_says(engine_settings: Any) -> None:
     assert gone == [5]
 
 
-def test_the_budget_of_the_prefix_cache_is_kept() -> None:
+@pytest.mark.parametrize(("idle", "evicted"), [(True, [40]), (False, [])])
+def test_the_budget_of_the_prefix_cache_is_kept_at_idle(idle: bool, evicted: list[int]) -> None:
     log = Log()
     engine = scheduler(tree_cache=SimpleNamespace(evictable_size=lambda: 100))
     plugin = serving(log, engine, max_cached_tokens=60)
-    plugin.runtime._needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (3, 1), idle=lambda _: False))
+    plugin.runtime._needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (3, 1), idle=lambda _: idle))
     assert plugin.runtime.decide([]) is None
-    assert log.evictions == [40]
+    assert log.evictions == evicted
     assert log.wanted == [{specs.FULL: 3, specs.ROWS: 1}]
 
 

@@ -6,6 +6,7 @@ and really came back.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import signal
 import tempfile
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 GRANULE = 4096
 CAPACITY = 2 << 20
 """Of the one card that both ranks share; the pools could use about half of it."""
+
+CACHE_BUDGET = 500
+"""Tokens that the prefix cache may keep at idle."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,7 @@ def server(folder: Path) -> Iterator[Server]:
         "KVCACHED_MIN_RESERVED_PAGES": "1",
         "KVCACHED_MAX_RESERVED_PAGES": "2",
         "KVCACHED_DIST_BEAT_S": "0.1",
+        "KVCACHED_MAX_CACHED_TOKENS": str(CACHE_BUDGET),
         # While the first prompts are served a create is refused, and later a rank stands still for longer than the
         # growth deadline: requests wait, nobody dies.
         "KVCACHED_DIST_FAULTS": "rank=1,op=create,nth=9,count=2;rank=1,op=hang,at=reserved,seconds=4,nth=4",
@@ -129,6 +135,31 @@ def test_the_prefix_cache_is_used_memory_while_memory_can_grow(server: Server) -
         {"input_ids": cases.PROMPT[:100], "sampling_params": {"max_new_tokens": 4, "temperature": 0}},
     )
     assert again["meta_info"]["cached_tokens"] == 99
+
+
+def evicted(server: Server) -> int:
+    """Tokens that the log has evicted, as the scheduler itself says."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/server_info", timeout=30) as answer:
+        return int(json.load(answer)["internal_states"][0]["kvcached_dist"]["evicted_tokens"])
+
+
+def test_the_prefix_cache_is_not_evicted_while_busy_and_goes_down_to_its_budget_at_idle(server: Server) -> None:
+    server.flush()
+    before = evicted(server)
+    prompts = [cases.PROMPT[k : k + 300] for k in range(0, 600, 75)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda prompt: server.generate(prompt, 12), prompts))
+        held = server.mapped_bytes()
+        busy = evicted(server) - before
+        again = server.post(
+            "/generate", {"input_ids": prompts[0], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+        )
+    assert busy == 0
+    assert again["meta_info"]["cached_tokens"] == 299
+    eventually(lambda: evicted(server) - before >= 8 * 300 - CACHE_BUDGET, server.states)
+    eventually(
+        lambda: all(less < more for less, more in zip(server.mapped_bytes(), held, strict=True)), server.states
+    )  # fmt: skip
 
 
 def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """What the engine's ``torch_native`` attention lacks for MLA, for sliding-window hybrids and for speculative decoding.
 
-It reads window layers at ids of full attention, and it computes the latent of MLA only in the absorbed form. Both are
-put right here, natively and elastically alike. Loaded by the engine as a plugin, in force with CPU_ATTENTION=1.
+It reads window layers at ids of full attention, computes the latent of MLA only in the absorbed form and does not know
+how long drafts are. That is put right here, natively and elastically alike. Loaded by the engine as a plugin, in force
+with CPU_ATTENTION=1.
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""How much of the prefix cache has to go: at idle down to its budget, while busy only as far as memory is short.
+
+Cached prefixes are used memory. An engine that serves may fill with them what nobody else wants, as it does natively; a
+budget that held all the time would evict in nearly every step what the next prompt could have used. But memory that
+only keeps prefixes goes back when the engine has nothing to do, and when other engines of the card leave little.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import specs
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..stream import StreamCoordinator
+    from .lists import RowList, TokenList
+
+STEP_SHARE = 64
+"""While busy, evictions are logged in parts of at least one in so many of the cached tokens: an entry is a message."""
+
+
+class CacheBudget:
+    """Decides on rank 0; every rank evicts at the mark.
+
+    Args:
+        config: settings.
+
+    Threads: the scheduler thread.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._tokens = config.max_cached_tokens
+
+    def surplus(
+        self, coordinator: StreamCoordinator, tree_cache: Any, known: TokenList | RowList, *, idle: bool
+    ) -> int:
+        """Tokens to evict now.
+
+        Args:
+            coordinator: of this process.
+            tree_cache: the engine's prefix cache.
+            known: free list of full attention.
+            idle: the engine has nothing to do.
+        """
+        cached = int(tree_cache.evictable_size())
+        if not cached:
+            return 0
+        domain = coordinator.stage.domain(specs.FULL)
+        block_tokens = max(1, domain.block_tokens)
+        surplus = 0
+        if self._tokens >= 0 and cached > self._tokens:
+            surplus = cached - self._tokens
+            if not idle:
+                surplus = min(surplus, coordinator.short_blocks(specs.FULL) * block_tokens)
+                surplus = 0 if surplus * STEP_SHARE < cached else surplus
+        if (over := coordinator.overage_bytes) and not known.available():
+            page_tokens = domain.blocks_per_page * block_tokens
+            above = -(-over * page_tokens // max(1, coordinator.stage.page_bytes(specs.FULL)))
+            surplus = max(surplus, min(cached, above))
+        return surplus
+
+
+__all__ = ["CacheBudget"]
