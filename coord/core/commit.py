@@ -80,6 +80,8 @@ class Commit:
         self.last = Txn(0)
         self.retained: list[Retained] = []
         self.closed: deque[Closed] = deque(maxlen=CLOSED_MAX)
+        self.short: Cause | None = None
+        """The last refusal, if it was for memory and its rank has not said since that there is enough."""
         self._leader = leader
 
     # ------------------------------------------------------------------ opening and giving up
@@ -113,6 +115,7 @@ class Commit:
             self._spend(rank, txn.runs, sign=-1)
         leader.counters.refusals += 1
         leader.backoff.refused(leader.now)
+        self.short = cause if cause.kind is CauseKind.EXHAUSTED else None
         if txn.adopted:
             leader.become(txn.runs, PageState.RETAINED)
             self.retained.append(Retained(txn.runs, txn.tries, cause))
@@ -242,6 +245,9 @@ class Commit:
         leader.become(txn.runs, PageState.ABSENT)
         leader.log.append(Reclaimed(txn.txn))
         leader.counters.reclaimed_runs += len(txn.runs)
+        if self.short is not None:
+            self.short = None
+            leader.backoff.lifted(leader.now)
         self._close(Verdict.RECLAIMED, None)
 
     def _retry_release(self, rank: Rank, txn: Transaction, cause: Cause) -> None:

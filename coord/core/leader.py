@@ -284,6 +284,10 @@ class Leader:
 
     def _on_beat(self, rank: Rank, peer: Peer, beat: Beat) -> None:
         peer.budget_bytes = beat.free_bytes
+        short = self.commit.short
+        if short is not None and short.rank == rank and beat.free_bytes >= short.required_bytes:
+            self.commit.short = None
+            self.backoff.lifted(self.now)
         peer.held_bytes = beat.held_bytes
         if self.commit.txn is None and self.commit.last and beat.quiet_txn == self.commit.last:
             require(

@@ -120,6 +120,10 @@ class Backoff:
         self._pause = min(max(self._pause * 2, self._policy.backoff_min), self._policy.backoff_max)
         self.until = Tick(now + self._pause + self._random.randrange(self._pause // 2 + 1))
 
+    def lifted(self, now: Tick) -> None:
+        """What was refused may fit now. The next refusal pauses for longer all the same."""
+        self.until = min(self.until, now)
+
     def succeeded(self) -> None:
         """A grow was published."""
         self._pause = 0
