@@ -103,7 +103,9 @@ def serve(
     warm = load.random_requests(32, (100, arguments.longest), (4, 8), seed=99)
     asyncio.run(load.play_all([(server.port, warm) for server in servers], 16))
     time.sleep(2.0)
-    ballast = take_all_but(int(arguments.memory * GIB), arguments.tp) if kind == "elastic" else []
+    # What the engines hold at idle is part of the memory that they share.
+    left = int(arguments.memory * GIB) - sum(server.mapped_bytes()[0] for server in servers if server.elastic)
+    ballast = take_all_but(left, arguments.tp) if kind == "elastic" else []
     try:
         used = measure.card_used_bytes()
         with measure.watched(servers[0]) as first, measure.watched(servers[1]) as second:

@@ -5,9 +5,10 @@
     scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --tp 2
 
 For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
-asked. First both answer the same requests: greedy tokens and their log probabilities must be equal. Then the same load
-goes to one and the other in turn, in changing order, and the prefix cache is flushed after each, so that the elastic
-pools grow from nothing every time. Rounds of the same kind differ by the noise of the machine.
+asked. First both answer the same requests: greedy tokens must be equal, and how far their log probabilities differ is
+shown. Then the same load goes to one and the other in turn, in changing order, and the prefix cache is flushed after
+each, so that the elastic pools grow from nothing every time. Rounds of the same kind differ by the noise of the
+machine.
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """

@@ -285,7 +285,9 @@ class Leader:
     def _on_beat(self, rank: Rank, peer: Peer, beat: Beat) -> None:
         peer.budget_bytes = beat.free_bytes
         short = self.commit.short
-        if short is not None and short.rank == rank and beat.free_bytes >= short.required_bytes:
+        # More than there was: a refusal that free memory does not explain would be repeated at every beat.
+        had = 0 if short is None else max(short.required_bytes - 1, short.free_bytes - short.reserve_bytes)
+        if short is not None and short.rank == rank and beat.free_bytes > had:
             self.commit.short = None
             self.backoff.lifted(self.now)
         peer.held_bytes = beat.held_bytes

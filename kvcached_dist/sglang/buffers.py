@@ -131,23 +131,44 @@ def kv_and_score(buffer: torch.Tensor) -> Any:
     return importlib.import_module("sglang.srt.mem_cache.deepseek_v4_compress_state").KVAndScore(buffer)
 
 
-def reset_request_states(pool: Any, rows: list[int]) -> None:
+def reset_request_states(pool: Any, rows: list[int], forward: Any = None) -> None:
     """A request row begins with the state of an empty request; nothing else in the engine does it on CUDA and CPU.
 
-    Enqueued on the current stream; the rows are backed, because they were just handed out.
+    The rows are backed, because they were just handed out.
+
+    Args:
+        pool: the engine's ``DeepSeekV4TokenToKVPool``.
+        rows: request rows.
+        forward: CUDA stream of the engine's batches; ``None`` on the host. The batch that is running may still write
+            the state of a row's last request, so the reset comes behind it, and behind the reset whatever comes next.
+
+    Blocks: never; nothing is read from memory of the host that a copy would have to wait for.
     """
-    for state in pool.compress_state_pools:
-        if state is None or state.ratio != 128:
-            continue
+    states = [state for state in pool.compress_state_pools if state is not None and state.ratio == 128]
+    if not states:
+        return
+    index = torch.tensor(rows)
+    if forward is None:
+        _reset(states, index)
+        return
+    current = torch.cuda.current_stream()
+    forward.wait_stream(current)
+    with torch.cuda.stream(forward):
+        device = states[0].kv_score_buffer.kv_score.device
+        _reset(states, index.pin_memory().to(device, non_blocking=True))
+    current.wait_stream(forward)
+
+
+def _reset(states: list[Any], index: torch.Tensor) -> None:
+    for state in states:
         scores = state.kv_score_buffer.kv_score
-        index = torch.as_tensor(rows, device=scores.device)
         if state.online:
             width = scores.shape[-1] // 3
-            scores[index, :width] = float("-inf")
-            scores[index, width:] = 0
+            scores[:, :width].index_fill_(0, index, float("-inf"))
+            scores[:, width:].index_fill_(0, index, 0)
             continue
         ring = torch.arange(state.ring_size, device=scores.device)
         where = (index[:, None] * state.ring_size + ring).flatten()
         width = scores.shape[-1] // 2
-        scores[where, :width] = 0
-        scores[where, width:] = float("-inf")
+        scores[:, :width].index_fill_(0, where, 0)
+        scores[:, width:].index_fill_(0, where, float("-inf"))

@@ -2,7 +2,9 @@
 
 Cached prefixes are used memory. An engine that serves may fill with them what nobody else wants, as it does natively; a
 budget that held all the time would evict in nearly every step what the next prompt could have used. But memory that
-only keeps prefixes goes back when the engine has nothing to do, and when other engines of the card leave little.
+only keeps prefixes goes back when the engine has nothing to do, and when little of the card is left: then so much goes
+that an eighth of the capacity is free or could be grown. Who else uses the card is not known, so this holds as well for
+an engine that fills it alone; without a limit (a budget below 0) nothing is evicted for it.
 """
 
 from __future__ import annotations

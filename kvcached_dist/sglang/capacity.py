@@ -124,6 +124,11 @@ def cut(sizes: Any, tokens: int, configurator: Any) -> Any:
     Raises:
         ConfigError: window layers could not admit a single request.
     """
+    if tokens <= 0:
+        raise ConfigError(
+            "the smallest rank could not hold a single page of tokens beside its reserve: raise"
+            " KVCACHED_GPU_UTILIZATION (on the host backend KVCACHED_DIST_HOST_CAPACITY_BYTES) or free its memory"
+        )
     fields = {name: getattr(sizes, name) for name in type(sizes).__struct_fields__}
     fields["max_total_num_tokens"] = tokens
     if configurator.is_hybrid_swa:

@@ -57,8 +57,11 @@ class TokenList:
         if device.type != "cpu" or self._copy is not HostCopy:
             self._gate = DeviceGate(self.book, device, self._copy)
             # The page-locked memory of later copies is made here: making it then could wait for the device.
-            for numbers in (2 * self.book.pages, 2 * RUNS_PER_RECLAIM_MAX, 1):
-                self._copy(torch.zeros(numbers, dtype=torch.int64, device=device))
+            # Sizes are kept by powers of two, and two counts can be on their way at once.
+            checks = (2 << power for power in range(RUNS_PER_RECLAIM_MAX.bit_length()))
+            sizes = (2 * self.book.pages, 2 * self.book.pages, *checks, 1)
+            made = [self._copy(torch.zeros(size, dtype=torch.int64, device=device)) for size in sizes]
+            del made
         self.rebuild()
 
     # ------------------------------------------------------------------ for the engine's views
@@ -90,6 +93,8 @@ class TokenList:
         Raises:
             InvariantViolation: on the host, an id is not published.
         """
+        if not len(ids):
+            return ids
         self._ledger.entered += len(ids)
         if self._gate is not None:
             return self._gate.admit(ids)

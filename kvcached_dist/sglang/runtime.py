@@ -107,6 +107,11 @@ class Runtime:
         return self.phase in (Phase.BOUND, Phase.SERVING)
 
     @property
+    def forward_stream(self) -> Any:
+        """Stream of the engine's batches on CUDA, ``None`` elsewhere; once agreed."""
+        return self._configurator.forward_stream if self._configurator.device == "cuda" else None
+
+    @property
     def parallel(self) -> engine.Group:
         """The ranks that share this rank's queue of requests and block ids, once agreed."""
         return engine.group_of(engine.parallel_of(self._configurator))
@@ -148,6 +153,8 @@ class Runtime:
                 fitting = capacity.fitting_tokens(configurator, sizes, self.config)
             except ConfigError as error:
                 reason = str(error)
+            except AttributeError as error:
+                reason = f"this version of the engine is laid out differently ({error})"
         answers = engine.gather((reason, fitting))
         refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
         if refused:
@@ -230,7 +237,7 @@ class Runtime:
         if configurator.device != "cuda":
             return None
         return lambda: StreamFence(
-            (configurator.forward_stream, torch.cuda.current_stream()),
+            (self.forward_stream, torch.cuda.current_stream()),
             [check for known in self.lists.values() for check in known.take_checks()],
         )
 

@@ -140,8 +140,8 @@ def summary(answers: Sequence[Answer]) -> dict[str, float]:
         "ttft_p99_ms": quantile(first, 0.99),
         "tpot_p50_ms": statistics.median(each),
         "tpot_p99_ms": quantile(each, 0.99),
-        "gap_p99_ms": quantile(gaps, 0.99),
-        "gap_max_ms": max(gaps),
+        "gap_p99_ms": quantile(gaps or [0.0], 0.99),
+        "gap_max_ms": max(gaps, default=0.0),
     }
 
 

@@ -83,7 +83,7 @@ def card_used_bytes() -> list[int]:
 
 
 def tokens(server: Server) -> dict[str, Any]:
-    """Greedy tokens and log probabilities: cold, longer, chunked, prefix hit, flushed, and eight at once."""
+    """Greedy tokens and log probabilities: cold, longer, chunked, prefix hit, flushed; of eight at once only errors."""
     choose = random.Random(11)
     prompt = load.random_prompt(choose, max(EQUALITY_PROMPTS))
     server.flush()

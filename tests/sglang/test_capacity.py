@@ -84,6 +84,12 @@ def test_a_cut_keeps_the_share_of_window_tokens(engine_settings: Any) -> None:
     assert capacity.cut(sizes(4096), 1024, configurator()).full_max_total_num_tokens is None
 
 
+def test_a_rank_without_room_for_a_page_is_said(engine_settings: Any) -> None:
+    assert capacity.fitting_tokens(latent(), sizes(), settings(GRANULE)) == 0
+    with pytest.raises(ConfigError, match="could not hold a single page"):
+        capacity.cut(sizes(), 0, latent())
+
+
 def test_a_window_that_does_not_fit_is_said(engine_settings: Any) -> None:
     # More than the window of 63 and a page of 16 tokens: the engine itself refuses less.
     assert capacity.cut(window_sizes(), 192, hybrid()).swa_max_total_num_tokens == 96

@@ -243,6 +243,12 @@ def test_good_ids_are_never_reported(device: Device) -> None:
         device.known.verify()
 
 
+def test_freeing_nothing_is_nothing(device: Device) -> None:
+    before = device.allocator.free_pages.tolist()
+    assert not len(device.known.admit(torch.empty(0, dtype=torch.int64)))
+    assert device.allocator.free_pages.tolist() == before
+
+
 def test_ids_may_be_int32(device: Device) -> None:
     """As the engine's own groups of page ids are on a card."""
     device.free(device.alloc(9).int())
