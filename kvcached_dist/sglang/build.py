@@ -177,6 +177,8 @@ class Building:
 
     def rows_handed_out(self, rows: Any, _pool: Any, *_: Any) -> None:
         """``ReqToTokenPool.alloc_rows``: request states of these rows begin empty."""
+        if rows:
+            self._runtime.rows_used(rows)
         if rows and self.state_owner is not None:
             buffers.reset_request_states(self.state_owner, rows, self._runtime.forward_stream)
 

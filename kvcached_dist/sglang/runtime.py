@@ -99,6 +99,7 @@ class Runtime:
         self._scheduler: Any = None
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
+        self._rows_used: range = range(0)
         self._reservations: Reservations | None = None
 
     @property
@@ -371,14 +372,22 @@ class Runtime:
         for batch in (scheduler.running_batch, *(getattr(scheduler, "running_mbs", None) or ())):
             batch.batch_is_full = False
 
+    def rows_used(self, rows: Sequence[int]) -> None:
+        """Request rows have been handed out: only those can name ids."""
+        first, end = min(rows), max(rows) + 1
+        used = self._rows_used
+        self._rows_used = range(min(first, used.start), max(end, used.stop)) if used else range(first, end)
+
     def _forget_ids(self, retired: Sequence[Run]) -> None:
         """No stale row may name an id that is gone: kernels read rows past what a request has written."""
         stage = self._coordinator().stage
         index = stage.domain_index(specs.FULL)
         domain = stage.domains[index]
-        table = self._scheduler.req_to_token_pool.req_to_token
+        used = self._rows_used
+        # The table has rows for thousands of requests; the engine hands out few of them, next to one another.
+        table = self._scheduler.req_to_token_pool.req_to_token[used.start : used.stop]
         runs = [run for run in retired if run.domain == index]
-        if not runs:
+        if not runs or not used:
             return
         # Made on the device: a copy from here could wait for its stream.
         gone = torch.zeros(domain.pages, dtype=torch.bool, device=table.device)

@@ -104,8 +104,15 @@ def test_no_stale_row_names_an_id_that_is_gone() -> None:
     engine = scheduler()
     table = engine.req_to_token_pool.req_to_token
     table[1] = torch.tensor([31, 32, 47, 48])
-    serving(Log([Retire(Txn(1), (run(2),))]), engine).runtime.apply(Mark((b"x",)))
+    table[2] = table[1]
+    plugin = serving(Log([Retire(Txn(1), (run(2),))]), engine)
+    plugin.building.rows_handed_out([1], None)
+    plugin.runtime.apply(Mark((b"x",)))
     assert table[1].tolist() == [31, 0, 0, 48]
+    assert table[2].tolist() == [31, 32, 47, 48], "never handed out: nothing reads it"
+    plugin.building.rows_handed_out([2], None)
+    plugin.runtime.apply(Mark((b"x",)))
+    assert table[2].tolist() == [31, 0, 0, 48]
 
 
 def test_every_rank_evicts_what_the_log_says(engine_settings: Any) -> None:
