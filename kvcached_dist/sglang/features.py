@@ -1,8 +1,8 @@
 """What this plugin relies on in the engine besides the functions that it hooks.
 
 Versions of the engine are told apart by what they have, never by their number. A hook may be in place and still mean
-nothing: what it reads or writes has moved. So the names that the hooks use are looked for in the code itself, before
-anything is registered; one that is missing keeps the native pools and is named.
+nothing: what it reads or writes has moved. So the names that have moved between versions are looked for in the code
+itself, before anything is registered; one that is missing keeps the native pools and is named.
 """
 
 from __future__ import annotations
