@@ -22,7 +22,7 @@ CUDA_GRANULE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class TokenCost:
     """What a token of the engine's capacity costs this rank.
 
     Attributes:
@@ -45,7 +45,7 @@ class Demand:
         return self.token_bytes + self.window_share * self.window_bytes
 
 
-def demand(configurator: Any, sizes: Any) -> Demand:
+def token_cost(configurator: Any, sizes: Any) -> TokenCost:
     """What this rank's share of the model costs per token.
 
     Args:
@@ -53,18 +53,18 @@ def demand(configurator: Any, sizes: Any) -> Demand:
         sizes: the sizes that it derived.
     """
     if engine.is_dsv4(configurator):
-        return _compressed_demand(configurator, sizes)
+        return _compressed_cost(configurator, sizes)
     model, parallel, info = configurator.model_config, engine.parallel_of(configurator), configurator.layer_info
     item = configurator.kv_cache_dtype.itemsize
     layers = info.end_layer - info.start_layer
     if configurator.use_mla_backend:
         # Every rank keeps the whole latent, whatever the tensor-parallel size.
         row = model.kv_lora_rank + model.qk_rope_head_dim
-        return Demand(row * item * layers, lanes=layers)
+        return TokenCost(row * item * layers, lanes=layers)
     heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
     row = heads * (model.head_dim + (getattr(model, "v_head_dim", None) or model.head_dim)) * item
     if not configurator.is_hybrid_swa:
-        return Demand(row * layers, lanes=2 * layers)
+        return TokenCost(row * layers, lanes=2 * layers)
     full, window = len(model.full_attention_layer_ids), len(model.swa_attention_layer_ids)
     # Models without a geometry of their own for window layers use that of the others.
     window_row = row
@@ -72,10 +72,10 @@ def demand(configurator: Any, sizes: Any) -> Demand:
         window_heads = model.get_swa_num_kv_heads(parallel.attn_tp_size)
         window_row = window_heads * (model.swa_head_dim + model.swa_v_head_dim) * item
     share = sizes.swa_max_total_num_tokens / max(1, sizes.full_max_total_num_tokens)
-    return Demand(row * full, window_row * window, share, 2 * (full + window))
+    return TokenCost(row * full, window_row * window, share, 2 * (full + window))
 
 
-def _compressed_demand(configurator: Any, sizes: Any) -> Demand:
+def _compressed_cost(configurator: Any, sizes: Any) -> TokenCost:
     """DeepSeek-V4: what its pages cost over all pools that follow them."""
     full, window = int(sizes.full_max_total_num_tokens), int(sizes.swa_max_total_num_tokens)
     stage = specs.dsv4_stage(
@@ -83,7 +83,7 @@ def _compressed_demand(configurator: Any, sizes: Any) -> Demand:
     ).stage
     page = int(configurator.pool_page_size)
     rows = sum(pool.static_bytes(stage.blocks(pool)) for pool in stage.pools if pool.domain == specs.ROWS)
-    return Demand(
+    return TokenCost(
         stage.page_bytes(specs.FULL) / page,
         stage.page_bytes(specs.SWA) / page,
         window / full,
@@ -100,7 +100,7 @@ def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
         sizes: the sizes that it derived.
         config: settings.
     """
-    page, costs = int(configurator.pool_page_size), demand(configurator, sizes)
+    page, costs = int(configurator.pool_page_size), token_cost(configurator, sizes)
     if configurator.device == "cpu":
         usable, granule = config.host_capacity_bytes, config.host_granule_bytes
     else:

@@ -43,18 +43,18 @@ def settings(capacity_bytes: int) -> Config:
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_latent_is_whole_on_every_rank(tp: int, engine_settings: Any) -> None:
-    assert capacity.demand(latent(tp), sizes()) == capacity.Demand(576 * 2 * 2, lanes=2)
+    assert capacity.token_cost(latent(tp), sizes()) == capacity.TokenCost(576 * 2 * 2, lanes=2)
 
 
 def test_heads_are_shared_and_k_and_v_can_differ(engine_settings: Any) -> None:
     made = configurator()
     made.model_config.v_head_dim = 8
     made.model_config.get_num_kv_heads = lambda tp, _dcp: 8 // tp
-    assert capacity.demand(made, sizes()).token_bytes == 4 * (16 + 8) * 2 * 2
+    assert capacity.token_cost(made, sizes()).token_bytes == 4 * (16 + 8) * 2 * 2
 
 
 def test_window_layers_count_with_their_share(engine_settings: Any) -> None:
-    costs = capacity.demand(hybrid(), window_sizes())
+    costs = capacity.token_cost(hybrid(), window_sizes())
     assert (costs.token_bytes, costs.window_bytes, costs.window_share) == (64, 64, 0.5)
     assert costs.bytes == 96
 
@@ -64,7 +64,7 @@ def test_window_layers_can_have_a_geometry_of_their_own(engine_settings: Any) ->
     made.is_hybrid_swa_compress = True
     made.model_config.get_swa_num_kv_heads = lambda _tp: 3
     made.model_config.swa_head_dim, made.model_config.swa_v_head_dim = 8, 4
-    assert capacity.demand(made, window_sizes()).window_bytes == 3 * 12 * 2
+    assert capacity.token_cost(made, window_sizes()).window_bytes == 3 * 12 * 2
 
 
 def test_what_fits_is_whole_pages_with_null_pages_and_borders_taken_off(engine_settings: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_window_that_fits_on_no_rank_keeps_the_native_pools(
 def test_types_of_eight_bits_are_one_byte(engine_settings: Any) -> None:
     made = latent()
     made.kv_cache_dtype = torch.float8_e4m3fn
-    assert capacity.demand(made, sizes()).token_bytes == 576 * 2
+    assert capacity.token_cost(made, sizes()).token_bytes == 576 * 2
 
 
 def compressed(layers: range = range(6)) -> Any:
@@ -136,7 +136,7 @@ def compressed_sizes() -> Any:
 
 
 def test_deepseek_v4_is_counted_by_its_pages(engine_settings: Any) -> None:
-    costs = capacity.demand(compressed(), compressed_sizes())
+    costs = capacity.token_cost(compressed(), compressed_sizes())
     # Two layers with C4 KV (64 entries, padded to 37,440 bytes) and an indexer, two with C128 KV (1,728 bytes).
     assert costs.token_bytes * 256 == 2 * (37_440 + 64 * 132) + 2 * 1_728
     assert (costs.window_share, costs.fixed_bytes > 0) == (0.2, True)
@@ -144,7 +144,7 @@ def test_deepseek_v4_is_counted_by_its_pages(engine_settings: Any) -> None:
 
 def test_deepseek_v4_is_cut_in_all_its_sizes(engine_settings: Any) -> None:
     made, native = compressed(), compressed_sizes()
-    costs = capacity.demand(made, native)
+    costs = capacity.token_cost(made, native)
     spare = costs.lanes * 2 * GRANULE + costs.fixed_bytes + int((costs.token_bytes + costs.window_bytes) * 256) + 1
     fits = capacity.fitting_tokens(made, native, settings(spare + int(costs.bytes * 256 * 50)))
     assert fits == 50 * 256
@@ -155,7 +155,7 @@ def test_deepseek_v4_is_cut_in_all_its_sizes(engine_settings: Any) -> None:
 
 
 def test_a_stage_counts_its_own_layers_only(engine_settings: Any) -> None:
-    first, second = (capacity.demand(compressed(half), compressed_sizes()) for half in (range(3), range(3, 6)))
+    first, second = (capacity.token_cost(compressed(half), compressed_sizes()) for half in (range(3), range(3, 6)))
     assert first.token_bytes != second.token_bytes
-    whole = capacity.demand(compressed(), compressed_sizes())
+    whole = capacity.token_cost(compressed(), compressed_sizes())
     assert first.token_bytes + second.token_bytes == whole.token_bytes
