@@ -78,6 +78,14 @@ def settled_bytes(server: Server) -> list[int]:
     return found[-1]
 
 
+def ids(server: Server) -> list[dict[str, tuple[int, int]]]:
+    """Published and free ids of every domain on every rank."""
+    return [
+        {name: (domain["published"], domain["free"]) for name, domain in state["domains"].items()}
+        for state in server.states()
+    ]
+
+
 def tokens_in_use(server: Server) -> int:
     """Of the first rank, cached prefixes included, where a page is one token."""
     tokens = server.states()[0]["domains"]["full"]
@@ -117,7 +125,7 @@ def test_500_requests_leave_nothing(name: str, folder: Path, record_property: Ca
         # What the first request leaves behind for good is there before.
         before = served.ask(server.generate, server.flush)
         server.flush()
-        start = settled_bytes(server)
+        start, idle = settled_bytes(server), ids(server)
         peak, reclaimed = start, server.counter("reclaimed_runs")
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(soak, server, 150 if served.ask is cases.dsv4 else 400)
@@ -133,7 +141,13 @@ def test_500_requests_leave_nothing(name: str, folder: Path, record_property: Ca
             record_property("tokens_within_budget", tokens_in_use(server))
         if "no_radix" not in name:
             server.flush()
-        comes_to(server, lambda: server.mapped_bytes() == start)
+        comes_to(server, lambda: ids(server) == idle)
+        # Strides of DeepSeek-V4 divide no granule: how many granules a page takes depends on which page was kept.
+        borders = 0.05 if served.ask is cases.dsv4 else 0.0
+        comes_to(
+            server,
+            lambda: all(abs(a - b) <= borders * b for a, b in zip(server.mapped_bytes(), start, strict=True)),
+        )  # fmt: skip
         assert all(most > least for most, least in zip(peak, start, strict=True))
         assert server.counter("reclaimed_runs") > reclaimed
         states = server.states()
