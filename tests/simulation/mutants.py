@@ -394,6 +394,20 @@ MUTANTS = (
         "                self._participant.unretire(txn)\n                self._replica.apply(entry)\n",
         "                self._participant.unretire(txn)\n                self._replica.next_index += 1\n",
     ),
+    Mutant(
+        "recent-demand-is-forgotten",
+        "L1: what a step took lately is not kept ready",
+        _CORE + "demand.py",
+        "        if recent > pages and not self.idle:\n",
+        "        if recent > pages and self.idle:\n",
+    ),
+    Mutant(
+        "a-pause-outlives-the-shortage",
+        "L5: a rank that has memory again is not asked",
+        _CORE + "leader.py",
+        "            self.backoff.lifted(self.now)\n",
+        "            self.backoff.active(self.now)\n",
+    ),
 )
 
 _RANK_LOCAL = Mutant(
