@@ -68,7 +68,7 @@ def test_the_prefix_cache_is_never_evicted_while_memory_can_grow(skipping: Trapp
         assert again["output_ids"] == expected
         assert again["meta_info"]["cached_tokens"] == 249
     assert trap.events("evict") == []
-    assert trap.server.grows() >= 8
+    assert trap.server.grows() >= 4
     assert well(trap)
 
 
@@ -76,7 +76,7 @@ def test_marks_that_skip_broadcasts_reach_every_rank_once_and_in_order(skipping:
     # Marks go on at idle, so the last ones may be on their way.
     eventually(lambda: len({tuple(rank) for rank in skipping.entries()}) == 1, skipping.entries)
     leader, _ = skipping.entries()
-    assert sum(name == "Publish" for name, _ in leader) >= 8
+    assert sum(name == "Publish" for name, _ in leader) >= 4
     assert well(skipping)
 
 
