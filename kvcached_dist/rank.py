@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
@@ -38,7 +39,7 @@ FAILURE_LOOK_S = 1.0
 D = TypeVar("D", bound=observe.ObservedDomain)
 
 
-class RankCoordinator(Generic[D]):
+class RankCoordinator(ABC, Generic[D]):
     """One rank's part of a world. ``D`` is what it shows of a domain.
 
     A subclass assembles the parts, hands them to :meth:`_started`, and says what its domains are.
@@ -96,9 +97,9 @@ class RankCoordinator(Generic[D]):
         self._epoch_begun()
         self._publish_snapshot()
 
+    @abstractmethod
     def _make_domains(self) -> dict[str, D]:
         """The domains of the epoch that was just joined."""
-        raise NotImplementedError
 
     def _epoch_begun(self) -> None:
         """The null pages are published; before the first operation."""

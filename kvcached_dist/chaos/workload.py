@@ -227,10 +227,6 @@ class Workload:
         waiting = [*self._live, *self._queue]
         return Backlog(tuple(sorted(waiting)), self.wave)
 
-    def live_blocks(self) -> dict[str, int]:
-        """Blocks per domain that running requests hold."""
-        return {name: sum(len(live.blocks[name]) for live in self._live.values()) for name in self._names}
-
     # ------------------------------------------------------------------ work
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 512
+from tests.sglang.models import DSV4, VOCABULARY
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -38,57 +38,23 @@ _QWEN3: dict[str, Any] = {
     "max_position_embeddings": 32768,
 }
 
+# The widths of DeepSeek-V4-Flash, six layers, one of each kind; everything else as the tests have it.
 _DSV4: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
+    **DSV4,
     "hidden_size": 4096,
     "intermediate_size": 2048,
     "moe_intermediate_size": 512,
     "compress_ratios": [0, 4, 128, 4, 128, 0],
     "num_hidden_layers": 6,
     "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 448,
-    "v_head_dim": 512,
-    "kv_lora_rank": 512,
     "q_lora_rank": 1024,
     "o_lora_rank": 1024,
     "o_groups": 8,
-    "index_head_dim": 128,
     "index_n_heads": 64,
-    "index_topk": 512,
-    "sliding_window": 128,
-    "window_size": 128,
     "compress_rope_theta": 160000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 16,
-        "original_max_position_embeddings": 65536,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
     "n_routed_experts": 16,
-    "n_shared_experts": 1,
     "num_experts_per_tok": 4,
-    "first_k_dense_replace": 0,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "num_hash_layers": 1,
-    "n_hash_layers": 1,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "num_nextn_predict_layers": 0,
-    "swiglu_limit": 10.0,
     "max_position_embeddings": 65536,
-    "attention_dropout": 0.0,
 }
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
+    """Wait until something holds; ``what`` is told when it does not."""
+    deadline = time.monotonic() + wait_s
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
 
 
 @dataclass
@@ -169,6 +177,10 @@ class Server:
     def mapped_bytes(self) -> list[int]:
         """Mapped bytes per rank."""
         return [sum(pool["mapped_bytes"] for pool in state["pools"].values()) for state in self.states()]
+
+    def published(self) -> list[dict[str, int]]:
+        """Published blocks of every domain, per rank."""
+        return [{name: domain["published"] for name, domain in state["domains"].items()} for state in self.states()]
 
     def counter(self, name: str) -> int:
         """A counter of the leader."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 from tests.sglang import cases
 from tests.sglang.regenerate import MLA, SPECULATION, SWA, Served
-from tests.sglang.server import Server
+from tests.sglang.server import Server, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -61,17 +60,6 @@ def server(served: Served) -> Iterator[Server]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def published(server: Server) -> list[dict[str, int]]:
-    return [{name: domain["published"] for name, domain in state["domains"].items()} for state in server.states()]
-
-
-def eventually(reached: Callable[[], bool], server: Server, wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not reached():
-        assert time.monotonic() < deadline, (published(server), server.mapped_bytes())
-        time.sleep(0.05)
-
-
 def test_every_pool_is_elastic_on_every_rank(served: Served, server: Server) -> None:
     log = server.log.read_text()
     ranks = range(served.tp * served.pp)
@@ -85,11 +73,11 @@ def test_every_pool_is_elastic_on_every_rank(served: Served, server: Server) -> 
 
 
 def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Served, server: Server) -> None:
-    before = published(server)
+    before = server.published()
     found = served.ask(server.generate, server.flush)
     expected = served.reference
     assert {name for name in expected if expected[name] != found[name]} == set()
-    after = published(server)
+    after = server.published()
     assert all(after[0][name] > before[0][name] for name in POOLS[served.name].values())
     assert server.grows() >= 4
     assert server.counter("refused") >= 1
@@ -100,15 +88,17 @@ def test_memory_comes_back_and_the_next_request_reads_fresh_pages(served: Served
     server.flush()
     # A retired run is out of the lists at once and out of memory a little later.
     eventually(
-        lambda: all(less < more // 2 for less, more in zip(server.mapped_bytes(), full, strict=True)), server
+        lambda: all(less < more // 2 for less, more in zip(server.mapped_bytes(), full, strict=True)), server.published
     )  # fmt: skip
     assert server.counter("reclaimed_runs") >= 2
-    eventually(lambda: len({tuple(sorted(state.items())) for state in published(server)}) == 1, server)
+    eventually(lambda: len({tuple(sorted(state.items())) for state in server.published()}) == 1, server.published)
     assert server.generate(*cases.LLAMA_COLD) == served.reference["cold"]
     assert [state["failure"] for state in server.states()] == [None] * (served.tp * served.pp)
     if "swa" in POOLS[served.name].values():
         # 900 tokens with a window of 64, in chunks: what lies behind the window is freed while the request runs.
         server.flush()
-        eventually(lambda: all(count <= 64 for state in published(server) for count in state.values()), server)
+        eventually(
+            lambda: all(count <= 64 for state in server.published() for count in state.values()), server.published
+        )
         server.generate(cases.PROMPT[:900], 100)
-        eventually(lambda: published(server)[0]["swa"] < published(server)[0]["full"] // 2, server)
+        eventually(lambda: server.published()[0]["swa"] < server.published()[0]["full"] // 2, server.published)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.sglang.regenerate import DSV4
-from tests.sglang.server import Server
+from tests.sglang.server import Server, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,17 +37,6 @@ def server() -> Iterator[Server]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def published(server: Server) -> list[dict[str, int]]:
-    return [{name: domain["published"] for name, domain in state["domains"].items()} for state in server.states()]
-
-
-def eventually(reached: Callable[[], bool], server: Server, wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not reached():
-        assert time.monotonic() < deadline, published(server)
-        time.sleep(0.05)
-
-
 def test_every_pool_is_elastic_on_every_rank(server: Server) -> None:
     log = server.log.read_text()
     assert [
@@ -57,11 +45,11 @@ def test_every_pool_is_elastic_on_every_rank(server: Server) -> None:
 
 
 def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(server: Server) -> None:
-    before = published(server)
+    before = server.published()
     found = DSV4.ask(server.generate, server.flush)
     expected = DSV4.reference
     assert {name for name in expected if expected[name] != found[name]} == set()
-    after = published(server)
+    after = server.published()
     assert all(after[0][name] > before[0][name] for name in ("full", "swa"))
     assert server.grows() >= 3
     assert server.counter("refused") >= 1
@@ -77,13 +65,13 @@ def test_idle_gives_pages_and_rows_back_and_keeps_null_pages_and_sentinels(serve
     full = server.mapped_bytes()
     server.flush()
     # The reserve of two, and the null block.
-    eventually(lambda: all(count <= 3 for state in published(server) for count in state.values()), server)
+    eventually(lambda: all(count <= 3 for state in server.published() for count in state.values()), server.published)
     # A retired run is out of the lists at once and out of memory a little later.
     eventually(
-        lambda: all(0 < less < more for less, more in zip(server.mapped_bytes(), full, strict=True)), server
+        lambda: all(0 < less < more for less, more in zip(server.mapped_bytes(), full, strict=True)), server.published
     )  # fmt: skip
     assert server.counter("reclaimed_runs") >= 3
-    assert len({tuple(sorted(state.items())) for state in published(server)}) == 1
+    assert len({tuple(sorted(state.items())) for state in server.published()}) == 1
 
 
 def test_the_first_request_after_it_reads_fresh_state(server: Server) -> None:

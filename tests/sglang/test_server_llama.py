@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import pytest
 from kvcached_dist import _native
 from tests.sglang import cases
 from tests.sglang.regenerate import LLAMA
-from tests.sglang.server import Server
+from tests.sglang.server import Server, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -68,13 +68,6 @@ def server(folder: Path) -> Iterator[Server]:
     started = LLAMA.start(folder, settings)
     yield started
     started.stop()
-
-
-def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not reached():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:

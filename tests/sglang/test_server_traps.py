@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.sglang.cases import PROMPT
-from tests.sglang.trapped import Trapped, eventually, trapped
+from tests.sglang.server import eventually
+from tests.sglang.trapped import Trapped, trapped
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -6,17 +6,16 @@ import contextlib
 import json
 import shutil
 import tempfile
-import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcached_dist import _native
 from tests.sglang.models import LLAMA_OPTIONS, write_llama
-from tests.sglang.server import Server
+from tests.sglang.server import Server, eventually
 
 GRANULE = 4096
 CAPACITY = 2 << 20
@@ -139,11 +138,3 @@ def trapped(*, tp: int, pp: int, options: Sequence[str]) -> Iterator[Trapped]:
             server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
-    """Wait until it is so."""
-    deadline = time.monotonic() + wait_s
-    while not reached():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
