@@ -211,6 +211,13 @@ class Config:
         "pages",
         world=True,
     )
+    run_share: int = setting_field(
+        8,
+        "KVCACHED_DIST_RUN_SHARE",
+        Integer(0, 8, 1 << 20),
+        "Where growth goes on beyond the longest run, runs are one part in so many of what is held; 0: never longer.",
+        world=True,
+    )
     host_granule_bytes: int = setting_field(
         2 * MIB,
         "KVCACHED_DIST_HOST_GRANULE_BYTES",

@@ -169,6 +169,7 @@ def policy_of(config: Config) -> Policy:
         map_retries=config.map_retries,
         run_pages_min=config.run_pages_min,
         run_pages_max=config.run_pages_max,
+        run_share=config.run_share,
         reserved_pages_min=config.min_reserved_pages,
         reserved_pages_max=config.max_reserved_pages,
         rejoin=config.on_rank_lost == "rejoin",

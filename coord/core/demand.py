@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
-from .policy import Policy, RecentPeak, RunLength, growth_target
+from .policy import Policy, RecentLow, RecentPeak, RunLength, growth_target
 from .transaction import QUERIES_MAX, Retained, Transaction, TxnStep
 from .types import Cause, CauseKind, DomainId, Rank, Run, Tick
 
@@ -66,7 +66,12 @@ class Demand:
         self.idle = False
         self.foreground: Foreground | None = None
         self._run_length = [RunLength(leader.policy) for _ in range(domains)]
-        self._peaks = [RecentPeak(leader.policy.demand_window) for _ in range(domains)]
+        window = leader.policy.demand_window
+        self._peaks = [RecentPeak(window) for _ in range(domains)]
+        self._taken = [RecentPeak(window) for _ in range(domains)]
+        self._lows = [RecentLow(window) for _ in range(domains)]
+        self._left = [0] * domains
+        """Free blocks behind the last mark, in front of the step that it began."""
         self._logged_growable = [-1] * domains
 
     # ------------------------------------------------------------------ foreground
@@ -112,14 +117,24 @@ class Demand:
 
     # ------------------------------------------------------------------ growing
 
+    def step_ends(self) -> None:
+        """At a mark, before its entries: how much the step behind the last mark has taken, and what it left."""
+        leader = self._leader
+        for domain in self._domains():
+            free = leader.replica.available(domain)
+            self._taken[domain].note(max(0, self._left[domain] - free), leader.now)
+            self._lows[domain].note(free, leader.now)
+
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
-        for peak, blocks in zip(self._peaks, self.step_blocks, strict=True):
+        for domain, blocks in zip(self._domains(), self.step_blocks, strict=True):
+            self._left[domain] = leader.replica.available(domain)
             if self.idle:
-                peak.forget()
+                self._peaks[domain].forget()
+                self._taken[domain].forget()
             else:
-                peak.note(blocks, leader.now)
+                self._peaks[domain].note(blocks, leader.now)
         if leader.commit.txn is not None or not leader.active or leader.quiescent():
             return
         wanted = {domain: pages for domain in self._domains() if (pages := self._background_target(domain)) > 0}
@@ -130,7 +145,7 @@ class Demand:
         absent = self._affordable_pages(domain)
         if self.idle and (exchange := self._leader.reclaim.exchange_pages(domain)):
             return min(exchange, absent)
-        run_pages = 1 if self.idle else self._run_length[domain].pages
+        run_pages = 1 if self.idle else self._run_pages(domain)
         return growth_target(self.free_pages(domain), self.low_pages(domain), run_pages, absent)
 
     def _grow(self, wanted: Mapping[DomainId, int], waiting: Foreground | None) -> bool:
@@ -146,11 +161,12 @@ class Demand:
             return False
         pages = dict(wanted)
         if waiting is not None and waiting.refusals == 0:
-            longer = {domain: max(count, self._run_length[domain].pages) for domain, count in wanted.items()}
+            longer = {domain: max(count, self._run_pages(domain)) for domain, count in wanted.items()}
             pages = longer if self._affordable(longer) else pages
         runs: list[Run] = []
         for domain, count in sorted(pages.items()):
-            picked = leader.tables[domain].pick(count, leader.policy.run_pages_max)
+            longest = max(leader.policy.run_pages_max, self._run_pages(domain))
+            picked = leader.tables[domain].pick(count, longest)
             if sum(run.count for run in picked) < wanted[domain]:
                 return False
             runs.extend(picked)
@@ -192,14 +208,14 @@ class Demand:
             waiting.verdict = False
 
     def relaxed(self, runs: Iterable[Run]) -> None:
-        """Memory is given back: the next growth starts small again."""
+        """Memory is given back or was refused: the next growth starts small again."""
         for domain in {run.domain for run in runs}:
             self._run_length[domain].relaxed()
 
     def grew(self, txn: Transaction) -> None:
         """A grow will be published."""
         for domain in {run.domain for run in txn.runs}:
-            self._run_length[domain].grew()
+            self._run_length[domain].grew(self._leader.tables[domain].count(PageState.PUBLISHED))
 
     # ------------------------------------------------------------------ capacity
 
@@ -264,14 +280,18 @@ class Demand:
     def low_pages(self, domain: DomainId) -> int:
         """Growth watermark in pages: the reserve, or what one step can take.
 
-        While busy also what a step took lately, out of memory that is not short: a neighbour is not kept waiting.
+        While busy also what a step might have taken lately, and beside the step that is about to run what a step
+        really took, so that the one behind it finds memory without waiting. Both out of memory that is not short: a
+        neighbour is not kept waiting.
         """
         leader = self._leader
         per_page = leader.replica.blocks_per_page[domain]
         pages = -(-self.step_blocks[domain] // per_page)
-        recent = -(-self._peaks[domain].blocks // per_page)
-        if recent > pages and not self.idle:
-            pages += min(recent - pages, self._affordable_pages(domain) // SPARE_SHARE)
+        if not self.idle:
+            recent = -(-self._peaks[domain].blocks // per_page)
+            taken = -(-self._taken[domain].blocks // per_page)
+            more = max(recent - pages, taken)
+            pages += min(more, self._affordable_pages(domain) // SPARE_SHARE) if more > 0 else 0
         return min(max(leader.policy.reserved_pages_min, pages), leader.tables[domain].pages - 1)
 
     def free_pages(self, domain: DomainId, *, due: bool = True) -> int:
@@ -279,6 +299,19 @@ class Demand:
         leader = self._leader
         blocks = leader.replica.available(domain) + (leader.due_blocks(domain) if due else 0)
         return blocks // leader.replica.blocks_per_page[domain]
+
+    def lasting_free_pages(self, domain: DomainId) -> int:
+        """Published free pages that no step of the last while has needed; all of them where memory is short."""
+        leader = self._leader
+        blocks = leader.replica.available(domain)
+        if not self.short_blocks(domain):
+            blocks = self._lows[domain].least(blocks)
+        return blocks // leader.replica.blocks_per_page[domain]
+
+    def _run_pages(self, domain: DomainId) -> int:
+        """Pages of the next run: what lies beyond the ordinary longest run is not taken from memory that is short."""
+        pages, longest = self._run_length[domain].pages, self._leader.policy.run_pages_max
+        return pages if pages <= longest else min(pages, max(longest, self._affordable_pages(domain) // SPARE_SHARE))
 
     def _affordable_pages(self, domain: DomainId) -> int:
         return min(self._leader.tables[domain].count(PageState.ABSENT), self._backable_pages(domain))

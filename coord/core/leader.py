@@ -173,6 +173,8 @@ class Leader:
             grant: verdict of the waiting operation, for ``PositionKind.OP``.
         """
         self.now = now
+        if kind is PositionKind.STEP:
+            self.demand.step_ends()
         entries = self.log.take(kind)
         for entry in entries:
             if isinstance(entry, Publish):

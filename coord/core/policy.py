@@ -20,10 +20,12 @@ class Policy:
         map_retries: identical retries after a failed MAP before the runs are quarantined.
         run_pages_min: pages of a run when demand is new.
         run_pages_max: pages of a run under sustained demand.
+        run_share: where demand outlasts such runs, a run may be one part in so many of what is held; 0: never.
         reserved_pages_min: published free pages below which the leader grows in the background.
         reserved_pages_max: published free pages above which it gives back while busy.
         reclaim_interval_steps: engine steps between two reclaims while busy.
-        demand_window: how long the largest demand of a step is remembered while busy; 0: not at all.
+        demand_window: how long the largest demand of a step and the least free memory are remembered while busy; 0: not
+            at all.
         backoff_min: first pause after a refusal.
         backoff_max: longest pause.
         rejoin: a lost follower ends the epoch, not the coordinator.
@@ -37,6 +39,7 @@ class Policy:
     map_retries: int = 2
     run_pages_min: int = 1
     run_pages_max: int = 256
+    run_share: int = 0
     reserved_pages_min: int = 5
     reserved_pages_max: int = 10
     reclaim_interval_steps: int = 16
@@ -50,23 +53,39 @@ class Policy:
 RUN_DOUBLING = 2
 """A domain that grows again without having given anything back takes runs this much longer."""
 
+SUSTAINED_GROWTHS = 4
+"""So many growths of the longest ordinary run, with nothing given back between, and runs follow what is held."""
+
 
 class RunLength:
     """Run length of one domain: doubles under sustained demand, starts again after a reclaim or a refusal.
 
-    Small runs come back sooner (a run is given back whole); long runs cost fewer driver calls per byte.
+    Small runs come back sooner (a run is given back whole); long runs cost fewer transactions and driver calls per
+    byte. A domain that has grown for long without giving anything back takes runs in proportion to what it holds, so
+    that the number of growths follows the logarithm of the size and not the size.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._longest = 0
+        """Growths in a row with runs of the ordinary length or more."""
         self.pages = policy.run_pages_min
 
-    def grew(self) -> None:
-        """A grow of this domain was published."""
-        self.pages = min(self.pages * RUN_DOUBLING, self._policy.run_pages_max)
+    def grew(self, held: int) -> None:
+        """A grow of this domain was published.
+
+        Args:
+            held: pages of the domain that are published now.
+        """
+        policy = self._policy
+        self._longest += self.pages >= policy.run_pages_max
+        self.pages = max(self.pages, min(self.pages * RUN_DOUBLING, policy.run_pages_max))
+        if policy.run_share and self._longest >= SUSTAINED_GROWTHS:
+            self.pages = max(self.pages, held // policy.run_share)
 
     def relaxed(self) -> None:
         """Demand went away, or memory is short."""
+        self._longest = 0
         self.pages = self._policy.run_pages_min
 
 
@@ -100,6 +119,33 @@ class RecentPeak:
     def blocks(self) -> int:
         """The largest demand noted."""
         return max(self._current, self._previous) if self._window else 0
+
+
+class RecentLow:
+    """Least of a number in the last one to two windows: what was there all the time.
+
+    Free memory jumps as prompts come and go. What the next prompt takes again is not worth a reclaim and a growth; what
+    nobody has touched for a while is.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._ends = Tick(0)
+        self._current = 0
+        self._previous = 0
+
+    def note(self, number: int, now: Tick) -> None:
+        """The number at one step."""
+        if now >= self._ends:
+            fresh = now < self._ends + self._window
+            self._previous = self._current if fresh else 0
+            self._current = number
+            self._ends = Tick(now + self._window)
+        self._current = min(self._current, number)
+
+    def least(self, number: int) -> int:
+        """The least lately, the present number included; without a window just that. 0 until a window has passed."""
+        return min(number, self._current, self._previous) if self._window else number
 
 
 class Backoff:

@@ -79,7 +79,9 @@ class Reclaim:
             domain = table.domain
             low = leader.demand.low_pages(domain)
             high = max(leader.policy.reserved_pages_max, low)
-            free = leader.demand.free_pages(domain, due=False)
+            # Under pressure what is free goes; while busy only what nobody has needed for a while.
+            demand = leader.demand
+            free = demand.free_pages(domain, due=False) if pressed else demand.lasting_free_pages(domain)
             before = len(chosen)
             free_list = leader.replica.free_lists[domain]
             # High runs first, so that low ids stay; at idle long ones first, so that a small reserve is what stays.

@@ -32,6 +32,7 @@ def _one(device: _native.Device, layers: int, run: int, together: int) -> dict[s
         max_reserved_pages=0,
         run_pages_min=run,
         run_pages_max=run,
+        run_share=0,
         growth_deadline_s=20.0,
     )
     stage = model_of(layers, PAGES + 1).stage(0, 1)

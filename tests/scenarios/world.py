@@ -55,6 +55,7 @@ class World:
             drain_deadline=int(get("drain", "500")) * MS,
             map_retries=int(get("retries", "2")),
             run_pages_max=int(get("run", "8")),
+            run_share=int(get("share", "0")),
             demand_window=int(get("window", "0")) * MS,
             reserved_pages_min=int(get("reserved", "0")),
             reserved_pages_max=int(get("reserved_max", get("reserved", "0"))),

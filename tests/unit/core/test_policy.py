@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_dist.coord.core.policy import Backoff, Policy, RecentPeak, RunLength, growth_target, may_retire
+from kvcached_dist.coord.core.policy import (
+    Backoff,
+    Policy,
+    RecentLow,
+    RecentPeak,
+    RunLength,
+    growth_target,
+    may_retire,
+)
 from kvcached_dist.coord.core.types import Tick
 
 
@@ -13,10 +21,43 @@ def test_runs_get_longer_under_sustained_demand_and_short_again() -> None:
     seen = []
     for _ in range(6):
         seen.append(length.pages)
-        length.grew()
+        length.grew(1000)
     assert seen == [1, 2, 4, 8, 10, 10]
     length.relaxed()
     assert length.pages == 1
+
+
+def test_runs_follow_what_is_held_where_demand_outlasts_the_longest_ordinary_one() -> None:
+    length = RunLength(Policy(run_pages_min=1, run_pages_max=4, run_share=8))
+    seen, held = [], 0
+    for _ in range(16):
+        seen.append(length.pages)
+        held += length.pages
+        length.grew(held)
+    assert seen == [1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 6, 6, 7]
+    length.relaxed()
+    assert length.pages == 1
+    for _ in range(6):
+        length.grew(1000)
+    assert length.pages == 125, "after four growths of the longest ordinary run"
+    for _ in range(3):
+        length.grew(0)
+    assert length.pages == 125, "never shorter while demand goes on"
+
+
+def test_only_what_was_free_for_a_whole_window_counts_as_lasting() -> None:
+    low = RecentLow(100)
+    low.note(8, Tick(1000))
+    assert low.least(8) == 0, "nothing is known yet"
+    low.note(5, Tick(1050))
+    low.note(9, Tick(1100))
+    assert low.least(9) == 5
+    low.note(9, Tick(1200))
+    assert low.least(9) == 9
+    assert low.least(2) == 2, "what is free now is the most"
+    low.note(9, Tick(1500))
+    assert low.least(9) == 0, "nobody looked for longer than a window"
+    assert RecentLow(0).least(7) == 7
 
 
 def test_demand_is_remembered_for_one_to_two_windows_and_forgotten_when_it_is_over() -> None:
