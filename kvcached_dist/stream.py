@@ -222,13 +222,14 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
 
     def _mark(self, leader: Leader) -> tuple[bytes, ...]:
         """Close the log here; under the agent's lock, in the call that broadcasts (rule M5)."""
-        mark = leader.mark(PositionKind.STEP, self._position + 1, ticks())
+        entries = leader.close_log(PositionKind.STEP, ticks())
         now = time.monotonic()
-        if not mark.entries and now < self._next_digest:
+        if not entries and now < self._next_digest:
             leader.demand.background()
             return ()
         self._next_digest = now + DIGEST_INTERVAL_S
         self._position += 1
+        mark = leader.seal(PositionKind.STEP, self._position, entries)
         self._record_lists()
         mark = dataclasses.replace(mark, op_index=self._replica.op_index, digest=self._replica.digest)
         return tuple(self._encoder.encode(MarkMessage(mark.epoch, mark)))

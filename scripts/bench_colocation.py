@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -50,11 +51,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         servers = launch(model, arguments, Path(folder), len(loads))
         try:
-            for server in (server for of_kind in servers.values() for server in of_kind):
+            everyone = [server for of_kind in servers.values() for server in of_kind]
+            for server in everyone:
                 server.ready()
-            with measure.turn(arguments.turn):
+            with measure.turn(arguments.turn, everyone):
                 for kind in KINDS:
-                    report[kind] = serve(kind, servers[kind], loads, arguments)
+                    with contextlib.ExitStack() as others:
+                        for server in everyone:
+                            if server not in servers[kind]:
+                                others.enter_context(server.paused())
+                        report[kind] = serve(kind, servers[kind], loads, arguments)
                     if arguments.json:
                         Path(arguments.json).write_text(json.dumps(report) + "\n")
         finally:

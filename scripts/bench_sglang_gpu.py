@@ -6,9 +6,11 @@
 
 For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
 asked. First both answer the same requests: greedy tokens must be equal, and how far their log probabilities differ is
-shown. Then the same load goes to one and the other in turn, in changing order, and the prefix cache is flushed after
-each, so that the elastic pools grow from nothing every time. Rounds of the same kind differ by the noise of the
-machine.
+shown. Then the same load goes to one and the other in turn, in changing order, while the other one is stopped, and the
+prefix cache is flushed after each, so that the elastic pools grow from nothing every time. Rounds of the same kind
+differ by the noise of the machine, which comes in waves: what is compared are the two loads of one round, which follow
+each other, and the ratios of all rounds give a median and its 95 % interval (bootstrap). Many short rounds say more
+than few long ones.
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -94,7 +96,7 @@ def cell(
             )
         for kind, server in servers.items():
             found[f"ready_{kind}_s"] = server.ready()
-        with measure.turn(arguments.turn):
+        with measure.turn(arguments.turn, servers.values()):
             found["card_used"] = measure.card_used_bytes()
             found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
             save()
@@ -122,8 +124,10 @@ def rounds(
     number = arguments.requests or (96 if slow else 640)
     for turn in range(arguments.rounds + 1):
         requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
-        for kind in list(servers)[:: 1 if turn % 2 else -1]:
-            run = measure.loaded(servers[kind], requests, parallel)
+        order = list(servers)[:: 1 if turn % 2 else -1]
+        for kind, other in zip(order, reversed(order), strict=True):
+            with servers[other].paused():
+                run = measure.loaded(servers[kind], requests, parallel)
             if turn:
                 yield kind, run
 
@@ -131,15 +135,14 @@ def rounds(
 def show(console: Console, title: str, found: dict[str, Any]) -> None:
     """One table: medians, and the spread of the rounds."""
     table = Table(title=title, title_justify="left")
-    for heading in ("", "native", "elastic", "elastic / native"):
+    for heading in ("", "native", "elastic", "elastic / native, 95 %"):
         table.add_column(heading, justify="right" if heading else "left")
     for key in SHOWN:
-        cells, middles = [], []
-        for runs in found["runs"].values():
-            values = sorted(run["client"].get(key, float("nan")) for run in runs)
-            middles.append(statistics.median(values))
-            cells.append(f"{middles[-1]:.2f} ({values[0]:.2f} to {values[-1]:.2f})")
-        table.add_row(key, *cells, f"{middles[1] / middles[0]:.3f}")
+        values = {kind: [run["client"].get(key, float("nan")) for run in runs] for kind, runs in found["runs"].items()}
+        cells = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in values.values()]
+        ratios = [elastic / native for native, elastic in zip(values["native"], values["elastic"], strict=True)]
+        low, high = measure.interval(ratios)
+        table.add_row(key, *cells, f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
     console.print(table)
     same = found["tokens"]
     console.print(

@@ -61,6 +61,7 @@ class Demand:
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
         domains = len(leader.tables)
+        self._domains = tuple(DomainId(domain) for domain in range(domains))
         self.step_blocks = [0] * domains
         """W: the largest allocation of one engine step, in blocks, per domain."""
         self.idle = False
@@ -70,6 +71,8 @@ class Demand:
         self._peaks = [RecentPeak(window) for _ in range(domains)]
         self._taken = [RecentPeak(window) for _ in range(domains)]
         self._lows = [RecentLow(window) for _ in range(domains)]
+        self._backable: list[int | None] = [None] * domains
+        """Per domain, until a budget changes: asked for several times in every step."""
         self._left = [0] * domains
         """Free blocks behind the last mark, in front of the step that it began."""
         self._logged_growable = [-1] * domains
@@ -120,7 +123,7 @@ class Demand:
     def step_ends(self) -> None:
         """At a mark, before its entries: how much the step behind the last mark has taken, and what it left."""
         leader = self._leader
-        for domain in self._domains():
+        for domain in self._domains:
             free = leader.replica.available(domain)
             self._taken[domain].note(max(0, self._left[domain] - free), leader.now)
             self._lows[domain].note(free, leader.now)
@@ -128,7 +131,7 @@ class Demand:
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
-        for domain, blocks in zip(self._domains(), self.step_blocks, strict=True):
+        for domain, blocks in zip(self._domains, self.step_blocks, strict=True):
             self._left[domain] = leader.replica.available(domain)
             if self.idle:
                 self._peaks[domain].forget()
@@ -137,7 +140,7 @@ class Demand:
                 self._peaks[domain].note(blocks, leader.now)
         if leader.commit.txn is not None or not leader.active or leader.quiescent():
             return
-        wanted = {domain: pages for domain in self._domains() if (pages := self._background_target(domain)) > 0}
+        wanted = {domain: pages for domain in self._domains if (pages := self._background_target(domain)) > 0}
         if wanted:
             self._grow(wanted, None)
 
@@ -219,6 +222,10 @@ class Demand:
 
     # ------------------------------------------------------------------ capacity
 
+    def budgets_changed(self) -> None:
+        """A rank's budget is another one."""
+        self._backable = [None] * len(self._backable)
+
     def changed_capacity(self) -> list[Entry]:
         """GROWABLE entries for domains whose growable blocks have changed (rule M6).
 
@@ -226,7 +233,7 @@ class Demand:
         all the time.
         """
         entries: list[Entry] = []
-        for domain in self._domains():
+        for domain in self._domains:
             blocks = self.growable_pages(domain) * self._leader.replica.blocks_per_page[domain]
             logged = self._logged_growable[domain]
             absent = self._leader.tables[domain].count(PageState.ABSENT)
@@ -270,12 +277,9 @@ class Demand:
             return False
         if leader.reclaim.paused():
             return False
-        return not any(self._background_target(domain) > 0 for domain in self._domains())
+        return not any(self._background_target(domain) > 0 for domain in self._domains)
 
     # ------------------------------------------------------------------ inner
-
-    def _domains(self) -> list[DomainId]:
-        return [DomainId(domain) for domain in range(len(self._leader.tables))]
 
     def low_pages(self, domain: DomainId) -> int:
         """Growth watermark in pages: the reserve, or what one step can take.
@@ -318,11 +322,14 @@ class Demand:
 
     def _backable_pages(self, domain: DomainId) -> int:
         """Pages that the memory of every rank could back beside what is held, however many the domain still has."""
-        leader = self._leader
-        pages = leader.tables[domain].pages
-        for peer in leader.peers:
-            if peer.page_bytes[domain] > 0:
-                pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])
+        pages = self._backable[domain]
+        if pages is None:
+            leader = self._leader
+            pages = leader.tables[domain].pages
+            for peer in leader.peers:
+                if peer.page_bytes[domain] > 0:
+                    pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])
+            self._backable[domain] = pages
         return pages
 
     def _affordable(self, pages: Mapping[DomainId, int]) -> bool:

@@ -25,7 +25,7 @@ from . import epoch as epoch_change
 from .commit import Commit
 from .demand import Demand
 from .effects import Effect, EpochDown, GroupDown, Note, Send
-from .entries import Evict, Grant, Mark, PositionKind, Publish
+from .entries import Entry, Evict, Grant, Mark, PositionKind, Publish
 from .invariants import require
 from .ledger import LEADER, Counters, Peer
 from .limits import Limits
@@ -161,7 +161,7 @@ class Leader:
             self.log.append(Evict(tokens))
 
     def mark(self, kind: PositionKind, position: int, now: Tick, grant: bool | None = None) -> Mark:
-        """Close the log up to here: due entries, changed capacity, what is retired at this very point.
+        """Close the log up to here: :meth:`close_log` and :meth:`seal`.
 
         The caller broadcasts the mark and applies it on this rank in the same call, with no list operation
         in between (rule M5).
@@ -171,6 +171,16 @@ class Leader:
             position: number of the step or operation.
             now: current tick.
             grant: verdict of the waiting operation, for ``PositionKind.OP``.
+        """
+        entries = self.close_log(kind, now)
+        if grant is not None:
+            entries.append(Grant(position, grant))
+        return self.seal(kind, position, entries)
+
+    def close_log(self, kind: PositionKind, now: Tick) -> list[Entry]:
+        """The entries of a mark: what is due, what is retired at this very point, changed capacity.
+
+        Where there are none and nobody waits for a mark, none has to be sealed and sent.
         """
         self.now = now
         if kind is PositionKind.STEP:
@@ -182,8 +192,10 @@ class Leader:
         if kind is PositionKind.STEP and self.active:
             entries.extend(self.reclaim.pick())
         entries.extend(self.demand.changed_capacity())
-        if grant is not None:
-            entries.append(Grant(position, grant))
+        return entries
+
+    def seal(self, kind: PositionKind, position: int, entries: Sequence[Entry]) -> Mark:
+        """The mark with these entries of :meth:`close_log`."""
         settled = kind is PositionKind.STEP and self.demand.settled(entries)
         replica = self.replica
         return Mark(
@@ -286,6 +298,7 @@ class Leader:
 
     def _on_beat(self, rank: Rank, peer: Peer, beat: Beat) -> None:
         peer.budget_bytes = beat.free_bytes
+        self.demand.budgets_changed()
         short = self.commit.short
         # More than there was: a refusal that free memory does not explain would be repeated at every beat.
         had = 0 if short is None else max(short.required_bytes - 1, short.free_bytes - short.reserve_bytes)

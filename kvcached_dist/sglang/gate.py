@@ -13,8 +13,11 @@ from .census import Copy, CopyFactory
 if TYPE_CHECKING:
     from .book import PageBook
 
-NONE_BAD = -(1 << 62)
+NONE_BAD = -1
 """Report of a device that has seen no bad id."""
+
+UNSEEN_MAX = 64
+"""Groups of ids that wait to be looked at, at most: they are looked at together at the next mark."""
 
 
 def stale(domain: str, bad: int | None) -> str:
@@ -24,6 +27,10 @@ def stale(domain: str, bad: int | None) -> str:
 
 class DeviceGate:
     """Checks the ids that the engine frees, on their device.
+
+    Every request that ends comes through here, in the engine's own loop, where each operation on a device costs the
+    host about ten microseconds. So a call makes two: what may enter is looked up in a table that maps every published
+    id to itself and every other one to the null block. What was wrong is worked out for all calls together, at marks.
 
     Args:
         book: which pages are published.
@@ -35,40 +42,62 @@ class DeviceGate:
 
     def __init__(self, book: PageBook, device: torch.device, copy: CopyFactory) -> None:
         self._top = book.ids + 1
+        """Stands for every id that the allocator does not have; never published."""
         self._copy = copy
-        self._usable = torch.zeros(self._top + 1, dtype=torch.bool, device=device)
-        self._usable[torch.from_numpy(book.all_ids()).to(device)] = True
+        self._enters = torch.zeros(self._top + 1, dtype=torch.int64, device=device)
+        ids = torch.from_numpy(book.all_ids()).to(device)
+        self._enters[ids] = ids
         self._worst = torch.full((1,), NONE_BAD, dtype=torch.int64, device=device)
+        self._unseen: list[torch.Tensor] = []
         self._report: Copy | None = None
         self._unreported = False
 
     def open(self, low: int, high: int) -> None:
         """Ids from ``low`` up to, not including, ``high`` are published."""
-        self._usable[low:high].fill_(True)
+        self._look()
+        self._enters[low:high] = torch.arange(low, high, device=self._enters.device)
 
     def shut(self, low: int, high: int) -> None:
         """These ids are published no more."""
-        self._usable[low:high].fill_(False)
+        self._look()
+        self._enters[low:high].fill_(0)
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids, int32 or int64; the null block in place of each that is not published. See :meth:`reported`."""
-        good = self._usable[ids.clamp(0, self._top)]
-        # The engine's groups of page ids are int32, which has no room for the report of nothing.
-        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids.long()).amax())
-        if self._report is None:
-            self._report = self._copy(self._worst)
-        else:
-            self._unreported = True
-        return torch.where(good, ids, 0)
+        # Not the engine's own tensor from here on: that may be a view of a table whose rows are used again.
+        known = ids.clamp(0, self._top)
+        self._unseen.append(known)
+        if len(self._unseen) >= UNSEEN_MAX:
+            self._look()
+        return self._enters.index_select(0, known).to(ids.dtype)
 
     def reported(self) -> int | None:
-        """The largest bad id that the device has reported so far. Does not block."""
+        """The largest bad id that the device has reported so far. Does not block.
+
+        Ids that the allocator does not have are reported as the first of them, ids below the null block as the null
+        block. What was admitted since the last call is looked at from here on.
+        """
+        self._look()
         if self._report is None or not self._report.arrived():
             return None
         worst = int(self._report.numbers()[0])
         self._report = self._copy(self._worst) if self._unreported else None
         self._unreported = False
         return worst if worst != NONE_BAD else None
+
+    def _look(self) -> None:
+        """Let the device look at what was admitted, while it is known as it was then which ids are published."""
+        if not self._unseen:
+            return
+        ids = torch.cat(self._unseen) if len(self._unseen) > 1 else self._unseen[0]
+        self._unseen = []
+        good = (self._enters.index_select(0, ids) == ids) & (ids > 0)
+        # The engine's groups of page ids are int32.
+        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids).amax().long())
+        if self._report is None:
+            self._report = self._copy(self._worst)
+        else:
+            self._unreported = True
 
 
 @dataclass(slots=True)

@@ -112,7 +112,10 @@ class TokenList:
         """Ids that an allocation could take now."""
         if self._allocator is None:
             return self.book.count
-        return len(self._allocator.free_pages) if not self._sorts else sum(map(len, self._parts()))
+        if not self._sorts:
+            # In every step: the length of a tensor goes through Python, the count of its elements does not.
+            return int(self._allocator.free_pages.numel())
+        return sum(part.numel() for part in self._parts())
 
     def publish(self, first_page: int, count: int) -> None:
         """Append the ids of these pages."""
@@ -261,6 +264,8 @@ class TokenList:
 class RowList:
     """Free list of request rows: a list of Python integers whose tail is handed out first.
 
+    Free rows are counted by page where they enter and leave the list, so that picking runs does not walk through it.
+
     Args:
         name: domain.
         blocks: rows, the padding row 0 included.
@@ -271,6 +276,9 @@ class RowList:
     def __init__(self, name: str, blocks: int, blocks_per_page: int, ids: int) -> None:
         self.book = PageBook(name, blocks, blocks_per_page, ids)
         self._pool: Any = None
+        self._rows_of_page = [self.book.ids_of(page, 1).size for page in range(self.book.pages)]
+        self._free_of_page = [0] * self.book.pages
+        self._counted = 0
 
     def bind(self, pool: Any) -> None:
         """The engine has built its rows: its list holds published rows only from now on."""
@@ -286,6 +294,7 @@ class RowList:
         """After the engine's ``clear``: every published row is free, low ones first."""
         if self._pool is not None:
             self._pool.free_slots = self.book.all_ids()[::-1].tolist()
+            self._count()
 
     def published(self) -> int:
         """Rows that are backed and usable, free or in use."""
@@ -300,6 +309,9 @@ class RowList:
         rows = self.book.add(first_page, count)
         if self._pool is not None:
             self._pool.free_slots[:0] = rows[::-1].tolist()
+            pages = slice(first_page, first_page + count)
+            self._free_of_page[pages] = self._rows_of_page[pages]
+            self._counted += rows.size
 
     def retire(self, first_page: int, count: int) -> None:
         """Take the rows of these pages out.
@@ -307,15 +319,23 @@ class RowList:
         Raises:
             ValueError: not all of them are free.
         """
-        if not self.run_is_free(first_page, count):
+        gone = set(self.book.ids_of(first_page, count).tolist())
+        if self._pool is not None and not gone <= set(self._pool.free_slots):
             raise ValueError(f"rows of pages {first_page}+{count} are not entirely free")
-        gone = set(self.book.remove(first_page, count).tolist())
+        self.book.remove(first_page, count)
         if self._pool is not None:
             self._pool.free_slots[:] = [row for row in self._pool.free_slots if row not in gone]
+            self._free_of_page[first_page : first_page + count] = [0] * count
+            self._counted -= len(gone)
 
     def run_is_free(self, first_page: int, count: int) -> bool:
         """Whether every row of these pages is published and free."""
-        return self._pool is None or set(self.book.ids_of(first_page, count).tolist()) <= set(self._pool.free_slots)
+        if self._pool is None:
+            return True
+        if self._counted != len(self._pool.free_slots):
+            self._count()
+        pages = slice(first_page, first_page + count)
+        return self._free_of_page[pages] == self._rows_of_page[pages]
 
     def sort(self) -> None:
         """Low rows are handed out first."""
@@ -333,15 +353,44 @@ class RowList:
         """Rows that the engine is about to put into its list; the same ones.
 
         Raises:
-            InvariantViolation: one of them is not published.
+            InvariantViolation: one of them is not published, or is in the list already.
         """
         bad = self.book.first_unpublished(np.array(rows, dtype=np.int64))
         require(bad is None, "S4", stale(self.book.name, bad))
+        if self._enter(rows):
+            # Counted from what was noticed; what counts is what is in the list.
+            self._count()
+            repeated = self._enter(rows)
+            require(not repeated, "S6", f"domain {self.book.name}: the engine freed a row twice, one of {list(rows)}")
         return rows
+
+    def handed_out(self, rows: Sequence[int]) -> None:
+        """The engine has taken these rows from its list."""
+        free, per_page = self._free_of_page, self.book.blocks_per_page
+        for row in rows:
+            free[row // per_page] -= 1
+        self._counted -= len(rows)
 
     def take_checks(self) -> list[RetireCheck]:
         """Rows are known on the host: there is nothing to confirm."""
         return []
+
+    def _enter(self, rows: Sequence[int]) -> bool:
+        """Count rows that are about to enter; whether a page has more free rows then than it has rows."""
+        free, most, per_page = self._free_of_page, self._rows_of_page, self.book.blocks_per_page
+        too_many = False
+        for row in rows:
+            page = row // per_page
+            free[page] += 1
+            too_many |= free[page] > most[page]
+        self._counted += len(rows)
+        return too_many
+
+    def _count(self) -> None:
+        """Count anew: the list is another one, or has changed where nobody told."""
+        free = np.array(self._pool.free_slots, dtype=np.int64)
+        self._free_of_page = np.bincount(free // self.book.blocks_per_page, minlength=self.book.pages).tolist()
+        self._counted = free.size
 
 
 __all__ = ["RowList", "TokenList"]

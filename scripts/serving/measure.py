@@ -10,10 +10,11 @@ import os
 import platform
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvcached_dist import __version__
@@ -58,12 +59,18 @@ def _sglang_version() -> str:
 
 
 @contextlib.contextmanager
-def turn(paths: Sequence[str]) -> Iterator[None]:
-    """Hold these lock files, one after the other: runs that start side by side measure in turn."""
+def turn(paths: Sequence[str], servers: Iterable[Server]) -> Iterator[None]:
+    """Hold these lock files, one after the other: runs that start side by side measure in turn.
+
+    Whoever waits stops its servers, so that whoever measures has the processors for itself.
+    """
     with contextlib.ExitStack() as stack:
-        for path in sorted(paths):
-            lock = stack.enter_context(open(path, "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as waiting:
+            for server in servers if paths else ():
+                waiting.enter_context(server.paused())
+            for path in sorted(paths):
+                lock = stack.enter_context(open(path, "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -113,6 +120,14 @@ def compare(native: dict[str, Any], elastic: dict[str, Any]) -> dict[str, Any]:
         "errors_at_once": native["errors_at_once"] + elastic["errors_at_once"],
         "first_tokens": {name: native[name][0][:8] for name in names},
     }
+
+
+def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Where the median of such values lies with this probability: percentiles of a seeded bootstrap."""
+    choose = random.Random(1)
+    medians = sorted(statistics.median(choose.choices(values, k=len(values))) for _ in range(2000))
+    outside = (1 - share) / 2
+    return load.quantile(medians, outside), load.quantile(medians, 1 - outside)
 
 
 Series = list[tuple[float, list[int]]]

@@ -12,6 +12,7 @@ import torch
 from kvcached_dist import InvariantViolation
 from kvcached_dist.sglang.census import CopyFactory, HostCopy
 from kvcached_dist.sglang.fence import StreamFence
+from kvcached_dist.sglang.gate import UNSEEN_MAX
 from kvcached_dist.sglang.lists import RowList, TokenList
 from kvcached_dist.sglang.runtime import LIST_ATTRIBUTE
 from tests.sglang.conftest import undone
@@ -220,8 +221,12 @@ def test_the_rest_of_the_list_keeps_its_order(device: Device) -> None:
 # ---------------------------------------------------------------------- ids that enter
 
 
-@pytest.mark.parametrize("bad", [-5, 0, 40, TOKENS + 1, 10_000], ids=["negative", "null", "retired", "above", "far"])
-def test_a_stale_or_foreign_id_never_enters_a_list_and_is_reported(bad: int, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [(-5, 0), (0, 0), (40, 40), (TOKENS + 1, None), (10_000, None)],
+    ids=["negative", "null", "retired", "above", "far"],
+)
+def test_a_stale_or_foreign_id_never_enters_a_list_and_is_reported(bad: int, named: int | None, device: Device) -> None:
     device.known.publish(5, 1)
     device.known.retire(5, 1)
     taken = device.alloc(2)
@@ -230,8 +235,9 @@ def test_a_stale_or_foreign_id_never_enters_a_list_and_is_reported(bad: int, dev
     assert bad == 0 or bad not in device.allocator.get_all_free_pages().tolist()
     device.known.verify()
     device.late.pass_time()
+    named = device.known.book.ids + 1 if named is None else named
     with pytest.raises(
-        InvariantViolation, match=rf"^S4 violated: domain full: the engine freed id {bad}, which is not"
+        InvariantViolation, match=rf"^S4 violated: domain full: the engine freed id {named}, which is not"
     ):
         device.known.verify()
 
@@ -240,6 +246,36 @@ def test_good_ids_are_never_reported(device: Device) -> None:
     for _ in range(4):
         device.free(device.alloc(9))
         device.late.pass_time()
+        device.known.verify()
+
+
+def test_many_groups_of_ids_are_looked_at_before_the_next_mark(device: Device) -> None:
+    """No mark for long: what waits to be looked at stays bounded."""
+    device.free(torch.tensor([40 * device.page_size]))
+    for _ in range(UNSEEN_MAX):
+        device.free(device.alloc(1))
+    device.late.pass_time()
+    with pytest.raises(InvariantViolation, match="id 40"):
+        device.known.verify()
+
+
+def test_an_id_freed_while_it_was_published_is_good_although_its_run_goes(device: Device) -> None:
+    device.known.publish(5, 1)
+    device.free(device.alloc(device.known.available()))
+    device.known.retire(5, 1)
+    device.known.verify()
+    device.late.pass_time()
+    device.known.verify()
+
+
+def test_what_was_freed_is_looked_at_as_it_was_although_the_engine_writes_over_it(device: Device) -> None:
+    row = device.alloc(1).clone()
+    bad = torch.full_like(row, 40 * device.page_size)
+    device.free(bad)
+    bad.copy_(row)
+    device.known.verify()
+    device.late.pass_time()
+    with pytest.raises(InvariantViolation, match="id 40"):
         device.known.verify()
 
 
@@ -252,9 +288,11 @@ def test_freeing_nothing_is_nothing(device: Device) -> None:
 def test_ids_may_be_int32(device: Device) -> None:
     """As the engine's own groups of page ids are on a card."""
     device.free(device.alloc(9).int())
+    device.known.verify()
     device.late.pass_time()
     device.known.verify()
     device.free(torch.tensor([40 * device.page_size], dtype=torch.int32))
+    device.known.verify()
     device.late.pass_time()
     with pytest.raises(InvariantViolation, match="id 40"):
         device.known.verify()
@@ -262,7 +300,9 @@ def test_ids_may_be_int32(device: Device) -> None:
 
 def test_a_bad_id_behind_a_report_that_is_on_its_way_is_reported_next(device: Device) -> None:
     device.free(device.alloc(1))
+    device.known.verify()
     device.free(torch.tensor([40 * device.page_size]))
+    device.known.verify()
     device.late.pass_time()
     device.known.verify()
     device.late.pass_time()
@@ -276,6 +316,7 @@ def test_an_id_in_a_free_group_is_looked_at_when_the_group_ends(device: Device) 
     device.late.pass_time()
     device.known.verify()
     device.allocator.free_group_end()
+    device.known.verify()
     device.late.pass_time()
     with pytest.raises(InvariantViolation, match="id 40"):
         device.known.verify()
