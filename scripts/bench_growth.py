@@ -28,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import bare, blocks, occupancy, peer, rank, tables, world
-from bench.plan import MODELS, Options, all_runs
+from bench import bare, blocks, occupancy, peer, peer_tp, rank, tables, world
+from bench.plan import MODELS, Options, all_runs, pages_of
 from rich.console import Console
 
 from kvcached_dist import __version__, _native
@@ -57,18 +58,37 @@ def main() -> int:
             write(arguments.json, report)
     if not arguments.no_blocks:
         report["blocks"] = blocks.measure()
-        tables.blocks(console, report["blocks"])
+        report["blocks_beside"] = blocks.beside(arguments.backend)
+        tables.blocks(console, report["blocks"], report["blocks_beside"])
     if not arguments.no_occupancy:
         device = rank.make_device(options, 1)
         report["occupancy"] = occupancy.measure(device, options.layers[0], options.runs)
         tables.occupancy(console, report["occupancy"])
-    if arguments.backend == "cuda":
-        report["kvcached"] = peer.measure(options.layers, (1, 8), 10)
-        tables.peer(console, report["kvcached"])
+    if arguments.backend == "cuda" and not arguments.no_peer:
+        beside_peer(console, arguments, options, report)
     report["load_after"] = [round(value, 2) for value in os.getloadavg()]
     if write(arguments.json, report):
         console.print(f"raw figures: {arguments.json}")
     return 0
+
+
+def beside_peer(console: Console, arguments: argparse.Namespace, options: Options, report: dict[str, Any]) -> None:
+    """kvcached on these cards, in processes of its own: figures or reasons, never an error of this run."""
+    alone = attempt(peer.measure, options.layers, options.repeats)
+    report["kvcached"] = peer.beside_ours(alone, report["cells"])
+    tables.peer(console, "kvcached, one process on one card", alone)
+    write(arguments.json, report)
+    ranked = attempt(peer_tp.measure, options.layers, arguments.ranks, options.cards, arguments.peer_tp)
+    report["kvcached_tp"] = peer.beside_ours(ranked, report["cells"])
+    tables.peer(console, "kvcached's own benchmark, one card per rank", ranked)
+
+
+def attempt(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What a measurement of another project found, or the error that it raised as the reason for having nothing."""
+    try:
+        return measure(*arguments)
+    except Exception as error:
+        return {"skipped": f"{type(error).__name__}: {error}"}
 
 
 def write(path: str, report: dict[str, Any]) -> bool:
@@ -93,6 +113,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-bare", action="store_true", help="leave the bare driver loop out (it needs a compiler)")
     parser.add_argument("--no-blocks", action="store_true", help="leave alloc and free without growth out")
     parser.add_argument("--no-occupancy", action="store_true", help="leave reclaim at 50 %% random occupancy out")
+    parser.add_argument("--no-peer", action="store_true", help="leave kvcached's growth out (it is measured with cuda)")
+    parser.add_argument(
+        "--peer-tp", default="", metavar="PATH", help="kvcached_tp_ipc_benchmark.py, if not beside kvcached"
+    )
     parser.add_argument("--profile", action="store_true", help="note where the time goes, in the JSON file")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.layers) - set(MODELS))
@@ -106,6 +130,10 @@ def parse() -> argparse.Namespace:
 
 def options_from(arguments: argparse.Namespace, library: str) -> Options:
     memory_bytes = int(arguments.memory * 2**30) or _memory_bytes(arguments.backend)
+    beside: dict[int, tuple[int, ...]] = {}
+    if arguments.backend == "cuda" and not arguments.no_peer and not peer.missing():
+        for layers in arguments.layers:  # so that there is a growth of ours for the same bytes
+            beside[layers] = tuple(pages_of(layers, peer.useful_bytes(layers, pages)) for pages in peer.PAGES)
     return Options(
         backend=arguments.backend,
         layers=arguments.layers,
@@ -117,6 +145,7 @@ def options_from(arguments: argparse.Namespace, library: str) -> Options:
         bare=library,
         protocol=not arguments.floor_only,
         profile=arguments.profile,
+        beside=beside,
     )
 
 

@@ -27,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.sglang.cases import PROMPT
 from tests.sglang.regenerate import LLAMA
 from tests.sglang.server import Server
+from tests.sglang.settings import CAPACITY, GRANULE
 
 ELASTIC = {
     "ENABLE_KVCACHED": "1",
     "KVCACHED_REQUIRE": "1",
-    "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
-    "KVCACHED_DIST_HOST_CAPACITY_BYTES": "64M",
+    "KVCACHED_DIST_HOST_GRANULE_BYTES": str(GRANULE),
+    "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(CAPACITY),
 }
 TOKENS = 24
 

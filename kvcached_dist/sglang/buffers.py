@@ -21,7 +21,7 @@ def head_buffers(backing: StageBacking, prefix: str, pool: Any) -> tuple[list[to
 
     Args:
         backing: pools of this stage.
-        prefix: of the names of its pools: ``mha`` or ``swa``.
+        prefix: of the names of its pools: ``mha``, ``swa`` or ``draft``.
         pool: the engine's pool, about to create its buffers.
 
     Raises:
@@ -36,14 +36,19 @@ def head_buffers(backing: StageBacking, prefix: str, pool: Any) -> tuple[list[to
     return made[0], made[1]
 
 
-def latent_buffers(backing: StageBacking, pool: Any) -> list[torch.Tensor]:
+def latent_buffers(backing: StageBacking, pool: Any, name: str = "mla_kv") -> list[torch.Tensor]:
     """One buffer per local layer of an ``MLATokenToKVPool``.
+
+    Args:
+        backing: pools of this stage.
+        pool: the engine's pool, about to create its buffers.
+        name: of its pool: ``mla_kv`` or ``draft_kv``.
 
     Raises:
         ConfigError: the pool is not the one that was described.
     """
     shape = (pool.size + pool.page_size, 1, int(pool.kv_cache_dim))
-    return [_lane(backing, "mla_kv", layer, shape, pool) for layer in range(pool.layer_num)]
+    return [_lane(backing, name, layer, shape, pool) for layer in range(pool.layer_num)]
 
 
 def _lane(backing: StageBacking, name: str, index: int, shape: tuple[int, ...], pool: Any) -> torch.Tensor:
@@ -64,16 +69,22 @@ class Dsv4Buffers:
     Args:
         backing: pools of this stage.
         page_size: tokens of the engine's page.
+        draft: it is that of a draft model, which has window layers only.
     """
 
-    def __init__(self, backing: StageBacking, page_size: int) -> None:
+    def __init__(self, backing: StageBacking, page_size: int, *, draft: bool = False) -> None:
         self._backing = backing
+        self._draft = draft
         self._pages = {page_size: "swa_kv", page_size // 4: "c4_kv", page_size // 128: "c128_kv"}
+        if draft:
+            self._pages = {page_size: "draft_swa_kv"}
         self._taken: Counter[str] = Counter()
 
     def page_buffer(self, pool: Any, num_pages: int) -> torch.Tensor:
         """Next layer of a KV pool: SWA, C4 or C128, told apart by the tokens of their pages."""
-        name = self._pages[pool.page_size]
+        name = self._pages.get(pool.page_size)
+        if name is None:
+            raise ConfigError(f"the engine makes pages of {pool.page_size} tokens, expected {list(self._pages)}")
         spec = self._backing.stage.pool(name)
         row_bytes = pool.get_bytes_per_token()
         padded = -(-pool.page_size * row_bytes // 576) * 576
@@ -99,6 +110,8 @@ class Dsv4Buffers:
 
     def _next(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         spec, index = self._backing.stage.pool(name), self._taken[name]
+        if index >= spec.buffers:
+            raise ConfigError(f"pool {name}: the engine makes more layers than the {spec.buffers} that are expected")
         native = spec.native_shape(self._backing.stage.blocks(spec))
         if shape != native or str(dtype) != f"torch.{spec.dtype}":
             raise ConfigError(
@@ -114,7 +127,8 @@ class Dsv4Buffers:
         Raises:
             ConfigError: names the pools that the engine made by itself.
         """
-        left = [spec.name for spec in self._backing.stage.pools if self._taken[spec.name] != spec.buffers]
+        mine = [spec for spec in self._backing.stage.pools if spec.draft == self._draft]
+        left = [spec.name for spec in mine if self._taken[spec.name] != spec.buffers]
         if left:
             raise ConfigError(f"the engine did not create {', '.join(left)} where they are taken over")
 

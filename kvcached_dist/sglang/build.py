@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..coord.core.errors import ConfigError
-from . import buffers, specs
+from . import buffers, drafts, specs
 from .runtime import Phase, Runtime
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Building:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.drafts = drafts.Drafts(runtime)
         self._next_of_hybrid: list[str] | None = None
         """Prefixes of the pools of a sliding-window hybrid that are still to create their buffers."""
         self.dsv4: buffers.Dsv4Buffers | None = None
@@ -65,6 +66,9 @@ class Building:
             prefix = self._next_of_hybrid.pop(0)
             pool.k_buffer, pool.v_buffer = buffers.head_buffers(runtime.coordinator.backing, prefix, pool)
             return
+        if self.drafts.building:
+            self.drafts.create_heads(original, pool, plain and not pool.enable_custom_mem_pool)
+            return
         if runtime.phase is not Phase.AGREED or not plain or pool.enable_custom_mem_pool:
             original(pool)
             return
@@ -72,7 +76,8 @@ class Building:
         def describe(granule_bytes: int) -> specs.Takeover:
             place = self._place(pool.start_layer, pool.start_layer + pool.layer_num, granule_bytes)
             layers = tuple(range(place.layers))
-            return specs.token_stage([specs.head_side("mha", specs.FULL, layers, specs.HeadPool.of(pool))], place)
+            side = specs.head_side("mha", specs.FULL, layers, specs.HeadPool.of(pool))
+            return specs.token_stage([drafts.beside(side, runtime.draft, place.layers)], place)
 
         backing = self._start(describe)
         if backing is None:
@@ -83,13 +88,17 @@ class Building:
     def create_latent_buffers(self, original: Any, pool: Any) -> None:
         """``MLATokenToKVPool``: one latent per token and layer. Its variants have classes of their own."""
         plain = type(pool).__name__ == "MLATokenToKVPool" and not pool.use_dsa
+        if self.drafts.building:
+            self.drafts.create_latents(original, pool, plain and not pool.enable_custom_mem_pool)
+            return
         if self._runtime.phase is not Phase.AGREED or not plain or pool.enable_custom_mem_pool:
             original(pool)
             return
 
         def describe(granule_bytes: int) -> specs.Takeover:
             place = self._place(pool.start_layer, pool.start_layer + pool.layer_num, granule_bytes)
-            return specs.token_stage([specs.latent_side(tuple(range(place.layers)), pool)], place)
+            side = specs.latent_side(tuple(range(place.layers)), pool)
+            return specs.token_stage([drafts.beside(side, self._runtime.draft, place.layers)], place)
 
         backing = self._start(describe)
         if backing is None:
@@ -128,6 +137,8 @@ class Building:
     def build_dsv4_pool(self, original: Any, configurator: Any, **sizes: Any) -> Any:
         """All pools of DeepSeek-V4 are taken over together, while the engine's pool object builds itself."""
         runtime = self._runtime
+        if self.drafts.building:
+            return self.drafts.build_dsv4_pool(original, configurator, sizes)
         if runtime.phase is not Phase.AGREED or configurator.is_draft_worker:
             return original(configurator, **sizes)
         slots = int(sizes["req_to_token_pool"].req_to_token.shape[0])
@@ -138,6 +149,7 @@ class Building:
                 full_tokens=int(runtime.sizes.full_max_total_num_tokens),
                 swa_tokens=int(sizes["swa_max_total_num_tokens"]),
                 request_slots=slots,
+                draft=runtime.draft,
             )
 
         backing = self._start(describe)
@@ -154,6 +166,8 @@ class Building:
 
     def create_page_buffer(self, original: Any, pool: Any, *, num_pages: int) -> Any:
         """``DeepSeekV4SingleKVPool``: one layer of SWA, C4 or C128."""
+        if self.drafts.building and type(pool).__name__ == "DeepSeekV4SingleKVPool":
+            return self.drafts.create_page_buffer(original, pool, num_pages)
         if self.dsv4 is None or type(pool).__name__ != "DeepSeekV4SingleKVPool":
             return original(pool, num_pages=num_pages)
         return self.dsv4.page_buffer(pool, num_pages)
@@ -175,10 +189,10 @@ class Building:
         pool.memory_saver_adapter, pool.enable_custom_mem_pool, pool.custom_mem_pool = buffers.no_memory_saver(device)
         pool.kv_score_buffer = buffers.kv_and_score(self.dsv4.state_buffer(pool, dtype))
 
-    def rows_handed_out(self, rows: Any, _pool: Any, *_: Any) -> None:
+    def rows_handed_out(self, rows: Any, pool: Any, *_: Any) -> None:
         """``ReqToTokenPool.alloc_rows``: request states of these rows begin empty."""
         if rows:
-            self._runtime.rows_used(rows)
+            self._runtime.handed_out(pool, rows)
         if rows and self.state_owner is not None:
             buffers.reset_request_states(self.state_owner, rows, self._runtime.forward_stream)
 

@@ -7,7 +7,7 @@ the least number of all ranks before it builds anything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from . import engine, specs
 
 if TYPE_CHECKING:
     from ..config import Config
+    from .drafts import Draft
 
 CUDA_GRANULE_BYTES = 2 << 20
 
@@ -45,15 +46,24 @@ class TokenCost:
         return self.token_bytes + self.window_share * self.window_bytes
 
 
-def token_cost(configurator: Any, sizes: Any) -> TokenCost:
+def token_cost(configurator: Any, sizes: Any, draft: Draft | None = None) -> TokenCost:
     """What this rank's share of the model costs per token.
 
     Args:
         configurator: the engine's ``KVCacheConfigurator``.
         sizes: the sizes that it derived.
+        draft: draft model whose tokens are backed with the target's.
     """
     if engine.is_dsv4(configurator):
-        return _compressed_cost(configurator, sizes)
+        return _compressed_cost(configurator, sizes, draft)
+    costs = _plain_cost(configurator, sizes)
+    if draft is None:
+        return costs
+    return replace(costs, token_bytes=costs.token_bytes + draft.token_bytes, lanes=costs.lanes + draft.lanes)
+
+
+def _plain_cost(configurator: Any, sizes: Any) -> TokenCost:
+    """K and V heads, latents, and hybrids of heads."""
     model, parallel, info = configurator.model_config, engine.parallel_of(configurator), configurator.layer_info
     item = configurator.kv_cache_dtype.itemsize
     layers = info.end_layer - info.start_layer
@@ -75,12 +85,13 @@ def token_cost(configurator: Any, sizes: Any) -> TokenCost:
     return TokenCost(row * full, window_row * window, share, 2 * (full + window))
 
 
-def _compressed_cost(configurator: Any, sizes: Any) -> TokenCost:
+def _compressed_cost(configurator: Any, sizes: Any, draft: Draft | None) -> TokenCost:
     """DeepSeek-V4: what its pages cost over all pools that follow them."""
     full, window = int(sizes.full_max_total_num_tokens), int(sizes.swa_max_total_num_tokens)
     stage = specs.dsv4_stage(
-        configurator, full_tokens=full, swa_tokens=window, request_slots=int(sizes.max_running_requests) + 1
-    ).stage
+        configurator, full_tokens=full, swa_tokens=window, request_slots=int(sizes.max_running_requests) + 1,
+        draft=draft,
+    ).stage  # fmt: skip
     page = int(configurator.pool_page_size)
     rows = sum(pool.static_bytes(stage.blocks(pool)) for pool in stage.pools if pool.domain == specs.ROWS)
     return TokenCost(
@@ -92,15 +103,16 @@ def _compressed_cost(configurator: Any, sizes: Any) -> TokenCost:
     )
 
 
-def fitting_tokens(configurator: Any, sizes: Any, config: Config) -> int:
+def fitting_tokens(configurator: Any, sizes: Any, config: Config, draft: Draft | None = None) -> int:
     """Tokens that the physical memory of this rank could hold beside its reserve, in whole pages of the engine.
 
     Args:
         configurator: the engine's ``KVCacheConfigurator``.
         sizes: the sizes that it derived.
         config: settings.
+        draft: draft model whose tokens are backed with the target's.
     """
-    page, costs = int(configurator.pool_page_size), token_cost(configurator, sizes)
+    page, costs = int(configurator.pool_page_size), token_cost(configurator, sizes, draft)
     if configurator.device == "cpu":
         usable, granule = config.host_capacity_bytes, config.host_granule_bytes
     else:

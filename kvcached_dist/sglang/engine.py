@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..coord.core.errors import ConfigError
 from ..world import World
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def refusal(configurator: Any, *, dsv4_bridge: bool) -> str | None:
         return f"this version of the engine is laid out differently ({error})"
 
 
-def _unknown_families(configurator: Any) -> dict[str, bool]:
+def unknown_families(configurator: Any) -> dict[str, bool]:
     """Pools of ordinary models whose layout is not in the catalogue."""
     module = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
     model = configurator.model_config
@@ -171,18 +172,54 @@ def _unknown_families(configurator: Any) -> dict[str, bool]:
     }
 
 
+def draft_runner(scheduler: Any) -> Any:
+    """The engine's ``ModelRunner`` of the draft model: loaded, without pools.
+
+    Raises:
+        ConfigError: there is none in this process, or there are several.
+    """
+    worker = getattr(scheduler, "draft_worker", None)
+    runners = () if worker is None else tuple(worker._draft_model_runners())
+    if len(runners) != 1:
+        raise ConfigError(f"there are {len(runners)} draft models in this process when its pools are made, not one")
+    return runners[0]
+
+
+def unknown_draft(runner: Any) -> dict[str, bool]:
+    """What keeps the pool of a draft model with the engine.
+
+    Args:
+        runner: its ``ModelRunner``.
+    """
+    module = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
+    model = runner.model_config
+    return {
+        **unknown_families(runner),
+        "sliding windows": bool(runner.is_hybrid_swa),
+        "recurrent state": module.mambaish_config(model) is not None,
+    }
+
+
 CHAIN_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3")
 """Speculative decoding whose draft pools are indexed by the target's own ids and that allocates ahead of a step."""
 
 
-def _drafts_in_a_chain(configurator: Any) -> bool:
-    """Whether drafts follow one another, in a model whose pools all have the ids of full attention."""
+def _drafts_in_a_chain(configurator: Any, dsv4: bool) -> bool:
+    """Whether drafts follow one another, in a model whose draft has the ids of full attention, or in DeepSeek-V4."""
     spec = context("spec")
     return (
         spec.speculative_algorithm in CHAIN_ALGORITHMS
         and (spec.speculative_eagle_topk or 1) == 1
-        and not configurator.is_hybrid_swa
+        and (dsv4 or not configurator.is_hybrid_swa)
     )
+
+
+def draft_tokens() -> int:
+    """Most draft tokens that a step verifies; 0 without speculative decoding."""
+    if context("spec").speculative_algorithm is None:
+        return 0
+    most = importlib.import_module("sglang.srt.runtime_context").max_speculative_num_draft_tokens()
+    return int(most or 0)
 
 
 def pages_per_decode(page_size: int) -> int:
@@ -206,7 +243,7 @@ def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
         "DP attention (no real engine has been served with it yet)": parallel.attn_dp_size > 1,
         "context-parallel attention": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "speculative decoding of this kind": not configurator.spec_algorithm.is_none()
-        and (dsv4 or not _drafts_in_a_chain(configurator)),
+        and not _drafts_in_a_chain(configurator, dsv4),
         "disaggregated prefill or decode": context("disagg").disaggregation_mode != "null",
         "unified memory": memory.enable_unified_memory,
         "HiSparse": memory.enable_hisparse,
@@ -216,7 +253,7 @@ def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
         "the memory saver (release_memory_occupation)": context("exec").features.enable_memory_saver,
         "KV sizing after graph capture": configurator.post_capture_kv_active,
         "recurrent state": configurator.mambaish_config is not None,
-        **({} if dsv4 else _unknown_families(configurator)),
+        **({} if dsv4 else unknown_families(configurator)),
         "DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)": dsv4 and not dsv4_bridge,
         "the unified or uniform layouts of DeepSeek-V4": dsv4 and _other_dsv4_layout(),
         "prefill without a KV cache": schedule.prefill_only_disable_kv_cache,

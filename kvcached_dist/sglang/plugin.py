@@ -87,6 +87,7 @@ class Plugin:
             Hook(f"{receiver}_split_work_and_control_reqs", "AFTER", self._split),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
             Hook(f"{_MGR}scheduler.Scheduler.process_input_requests", "BEFORE", self._requests_arrived),
+            Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "BEFORE", self._worker_starts),
             Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "AFTER", self._worker_ready),
             Hook(f"{front}release_memory_occupation", "AROUND", offload.ask_release),
             Hook(f"{front}resume_memory_occupation", "AROUND", offload.ask_resume),
@@ -127,6 +128,8 @@ class Plugin:
     # ------------------------------------------------------------------ building
 
     def _sizes_derived(self, sizes: Any, configurator: Any, **_: Any) -> Any:
+        if configurator.is_draft_worker:
+            return self.building.drafts.sized(sizes)
         return self.runtime.agree(configurator, sizes)
 
     def _check_rows(self, original: Any, checker: Any) -> None:
@@ -145,9 +148,12 @@ class Plugin:
 
     def _pools_built(self, pools: Any, configurator: Any, **_: Any) -> None:
         if configurator.is_draft_worker:
-            self.runtime.reserve(pools, "draft.")
+            self.building.drafts.built(pools)
         else:
             self.runtime.bind(pools)
+
+    def _worker_starts(self, scheduler: Any) -> None:
+        self.runtime.starts(scheduler)
 
     def _worker_ready(self, _result: None, scheduler: Any) -> None:
         self.runtime.attach(scheduler)

@@ -30,12 +30,14 @@ from .cache_budget import CacheBudget
 from .fence import StreamFence
 from .lists import RowList, TokenList
 from .needs import Needs
+from .offer import Offer, common_draft, offer, refusals
 from .reservations import Reservations
 from .watch import Watch
 
 if TYPE_CHECKING:
     from ..agent import Fence
     from ..coord.core.types import Run
+    from .drafts import Draft
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
@@ -95,6 +97,8 @@ class Runtime:
         self._cache_budget = CacheBudget(config)
         self.sizes: Any = None
         """The engine's derived sizes, as agreed."""
+        self.draft: Draft | None = None
+        """The draft model whose pool is backed with the target's, as agreed."""
         self._configurator: Any = None
         self._scheduler: Any = None
         self._needs: Needs | None = None
@@ -129,6 +133,10 @@ class Runtime:
 
     # ------------------------------------------------------------------ start
 
+    def starts(self, scheduler: Any) -> None:
+        """The engine's scheduler is about to make its workers: those of a draft model exist before any pool does."""
+        self._scheduler = scheduler
+
     def agree(self, configurator: Any, sizes: Any) -> Any | None:
         """Collective: whether this engine's pools become elastic, and how many tokens any rank could ever hold.
 
@@ -144,24 +152,15 @@ class Runtime:
         """
         if configurator.is_draft_worker or self.phase is not Phase.UNDECIDED:
             return None
-        missing = self._missing()
-        reason = f"not hooked: {', '.join(missing)}" if missing else engine.refusal(
-            configurator, dsv4_bridge=self.config.sglang_dsv4_kv_pool_bridge
-        )  # fmt: skip
-        fitting = 0
-        if not reason:
-            try:
-                fitting = capacity.fitting_tokens(configurator, sizes, self.config)
-            except ConfigError as error:
-                reason = str(error)
-            except AttributeError as error:
-                reason = f"this version of the engine is laid out differently ({error})"
-        answers = engine.gather((reason, fitting))
-        refused = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]
+        mine = offer(configurator, sizes, self.config, self._missing(), self._scheduler)
+        offers: list[Offer] = engine.gather(mine)
+        refused = refusals(offers)
         if refused:
-            self.stay_native("; ".join(refused))
+            self.stay_native(refused)
             return None
-        least = min(fitting for _, fitting in answers)
+        draft, native_draft = common_draft(offers)
+        held = [made.held(draft) for made in offers]
+        least = min(held)
         smaller = None
         if least < sizes.max_total_num_tokens:
             try:
@@ -170,13 +169,14 @@ class Runtime:
                 self.stay_native(str(error))
                 return None
         self.phase = Phase.AGREED
-        self._configurator, self.sizes = configurator, smaller or sizes
+        self._configurator, self.sizes, self.draft = configurator, smaller or sizes, draft
+        if native_draft:
+            _log.warning("event=pool name=draft elastic=no why=%r", native_draft)
         if smaller is None:
             return None
-        rank = next(rank for rank, (_, fitting) in enumerate(answers) if fitting == least)
         _log.warning(
             "event=capacity_cut tokens=%d from=%d why='rank %d cannot hold more beside its reserve'",
-            least, sizes.max_total_num_tokens, rank,
+            least, sizes.max_total_num_tokens, held.index(least),
         )  # fmt: skip
         return smaller
 
@@ -371,6 +371,18 @@ class Runtime:
         scheduler = self._scheduler
         for batch in (scheduler.running_batch, *(getattr(scheduler, "running_mbs", None) or ())):
             batch.batch_is_full = False
+
+    def handed_out(self, pool: Any, rows: Sequence[int]) -> None:
+        """The engine has taken request rows from its list.
+
+        Args:
+            pool: the engine's rows, ours or not.
+            rows: at least one.
+        """
+        known = getattr(pool, LIST_ATTRIBUTE, None)
+        if known is not None:
+            known.handed_out(rows)
+        self.rows_used(rows)
 
     def rows_used(self, rows: Sequence[int]) -> None:
         """Request rows have been handed out: only those can name ids."""

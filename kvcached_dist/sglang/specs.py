@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,10 @@ from ..pools.catalogue import CompressedConfig
 from ..pools.catalogue.attention import head_pools, token_pool
 from ..pools.catalogue.deepseek_v4 import compressed
 from ..pools.specs import DomainSpec, ModelSpec, PoolSpec, StageSpec, align_up
-from .engine import context, parallel_of
+from .engine import context, draft_tokens, parallel_of
+
+if TYPE_CHECKING:
+    from .drafts import Draft
 
 PAGE_BYTES_LEAST = 64 << 10
 """Blocks smaller than this are granted several at a time (on devices with a smaller granule: than the granule)."""
@@ -108,7 +111,8 @@ def token_stage(sides: Sequence[Side], place: Place) -> Takeover:
         blocks = align_up(side.ids + 1, per_page)
         domains.append(DomainSpec(side.name, blocks, side.page_size, per_page, side.window_tokens))
     pools = tuple(pool for side in sides for pool in side.pools)
-    model = ModelSpec("sglang", place.layers, tuple(domains), pools, tp_size=place.tp_size)
+    draft_layers = max((len(pool.layers) for pool in pools if pool.draft), default=0)
+    model = ModelSpec("sglang", place.layers, tuple(domains), pools, draft_layers, place.tp_size)
     stage = _stage(model, place.pp_rank, place.pp_size, (place.first_layer, place.end_layer))
     for side in sides:
         if side.local_layers is not None:
@@ -142,7 +146,9 @@ def _stage(model: ModelSpec, pp_rank: int, pp_size: int, layers: tuple[int, int]
     return stage
 
 
-def dsv4_stage(configurator: Any, *, full_tokens: int, swa_tokens: int, request_slots: int) -> Takeover:
+def dsv4_stage(
+    configurator: Any, *, full_tokens: int, swa_tokens: int, request_slots: int, draft: Draft | None = None
+) -> Takeover:
     """The pools of DeepSeek-V4: compressed and sliding-window KV, the indexer, the compressor states.
 
     Args:
@@ -150,13 +156,16 @@ def dsv4_stage(configurator: Any, *, full_tokens: int, swa_tokens: int, request_
         full_tokens: usable tokens of full attention.
         swa_tokens: usable tokens of the sliding window.
         request_slots: request rows, the padding row 0 included.
+        draft: draft model whose window layers are backed with the target's.
 
     Raises:
         ConfigError: the model or the way it is cut is none that this library knows.
     """
     model, parallel, page = configurator.model_config, parallel_of(configurator), int(configurator.pool_page_size)
     layers = int(model.num_hidden_layers)
-    environ = engine_flags()
+    environ, drafted = engine_flags(), draft_tokens()
+    if drafted and environ.online_c128:
+        raise ConfigError("not supported: drafts beside online C128 states")
     plan = compressed(
         "sglang-dsv4",
         CompressedConfig(
@@ -170,6 +179,9 @@ def dsv4_stage(configurator: Any, *, full_tokens: int, swa_tokens: int, request_
         tp_size=parallel.tp_size,
         indexer="fp4" if environ.fp4_indexer else "fp8",
         online_c128=environ.online_c128,
+        # Rings of states are longer with drafts, whoever keeps the pool of the draft model.
+        draft_layers=(draft.layers if draft else 1) if drafted else 0,
+        draft_tokens=drafted,
         max_requests=request_slots - 1,
         state_dtype=environ.state_dtype,
     )
@@ -177,8 +189,9 @@ def dsv4_stage(configurator: Any, *, full_tokens: int, swa_tokens: int, request_
     plan = replace(plan, domains=tuple(replace(domain, blocks_per_page=1) for domain in plan.domains))
     ids = {FULL: full_tokens // page, SWA: swa_tokens // page, ROWS: request_slots - 1}
     ids = {domain.name: ids[domain.name] for domain in plan.domains}
-    if environ.split_indexer:
-        plan = replace(plan, pools=tuple(pool for pool in plan.pools if pool.name != "c4_indexer"))
+    native = {"c4_indexer"} if environ.split_indexer else set()
+    native |= set() if draft else {"draft_swa_kv"}
+    plan = replace(plan, pools=tuple(pool for pool in plan.pools if pool.name not in native))
     spec = plan.with_blocks({name: largest + 1 for name, largest in ids.items()})
     info = configurator.layer_info
     stage = _stage(spec, parallel.pp_rank, parallel.pp_size, (info.start_layer, info.end_layer))

@@ -1,10 +1,8 @@
-"""Alloc and free without growth, beside a list that is sliced from a tensor."""
+"""Alloc and free without growth, beside a list that is sliced from a tensor and beside other block managers."""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +10,12 @@ import torch
 
 from kvcached_dist import Config, Coordinator, World, _native
 
+from . import bounded, peer
 from .plan import DOMAIN, model_of
+from .rounds import BLOCKS, COUNTS, HELD, alloc_and_free
 
-BLOCKS = 4096
-COUNTS = (1, 16, 256)
-HELD = 512
-"""Blocks in use beside the measured ones, as in a running engine."""
+ENGINE_SECONDS = 60.0
+"""For one device; most of it is the import of the engine."""
 
 
 class SlicedList:
@@ -38,33 +36,6 @@ class SlicedList:
 
     def free(self, ids: torch.Tensor) -> None:
         self._free = torch.cat((self._free, ids))
-
-
-def _alloc_and_free(alloc: Callable[[int], Any], free: Callable[[Any], None], count: int) -> dict[str, Any]:
-    """Time alloc and free apart: a batch of allocs, then a batch of frees, again and again."""
-    loops = max(1, min(64, (BLOCKS - HELD) // (2 * count)))
-    rounds = 400
-    alloc_ns: list[float] = []
-    free_ns: list[float] = []
-    for _ in range(rounds):
-        held: list[Any] = []
-        began = time.perf_counter_ns()
-        for _ in range(loops):
-            held.append(alloc(count))
-        middle = time.perf_counter_ns()
-        for ids in held:
-            free(ids)
-        ended = time.perf_counter_ns()
-        alloc_ns.append((middle - began) / loops)
-        free_ns.append((ended - middle) / loops)
-    alloc_ns.sort()
-    free_ns.sort()
-
-    def of(values: list[float]) -> dict[str, float]:
-        return {"best_ns": round(values[0], 1), "p50_ns": round(values[rounds // 2], 1),
-                "p99_ns": round(values[int(rounds * 0.99)], 1)}  # fmt: skip
-
-    return {"alloc": of(alloc_ns), "free": of(free_ns)}
 
 
 def measure() -> list[dict[str, Any]]:
@@ -89,10 +60,31 @@ def measure() -> list[dict[str, Any]]:
             rows.append(
                 {
                     "blocks": count,
-                    "ours": _alloc_and_free(domain.alloc, domain.free, count),
-                    "sliced": _alloc_and_free(sliced.alloc, sliced.free, count),
-                    "pool": _alloc_and_free(domain.pool.alloc, domain.pool.free, count),
+                    "ours": alloc_and_free(domain.alloc, domain.free, count),
+                    "sliced": alloc_and_free(sliced.alloc, sliced.free, count),
+                    "pool": alloc_and_free(domain.pool.alloc, domain.pool.free, count),
                 }
             )
         gc.enable()
     return rows
+
+
+def beside(backend: str) -> dict[str, dict[str, Any]]:
+    """The same calls of other block managers, each in a process of its own.
+
+    Args:
+        backend: ``host``: only what needs no card is measured.
+
+    Returns:
+        Name -> ``rows`` (blocks, alloc, free), or ``skipped`` with the reason.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    on_card = backend == "cuda"
+    found["kvcached KVCacheManager"] = peer.blocks() if on_card else {"skipped": "it needs a card: --backend cuda"}
+    for device in ("cpu", "cuda:0") if on_card else ("cpu",):
+        engine = bounded.figures("engine_child", ["--device", device], ENGINE_SECONDS, bounded.environment())
+        if "skipped" in engine:
+            found[f"SGLang allocators, {device}"] = engine
+        for name, rows in engine.get("allocators", {}).items():
+            found[f"SGLang {name}, {device}"] = {"rows": rows}
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,9 @@ from kvcached_dist.pools.backing import StageBacking
 from kvcached_dist.pools.specs import StageSpec
 
 from .plan import NULL_PAGES, Cell
+from .samples import WARM_UP, now_us
 
-WARM_UP = 2
 NULL_TXN = 1
-
-
-def now_us() -> float:
-    return time.perf_counter_ns() / 1000
 
 
 class Floor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvcached_dist.pools import catalogue
 from kvcached_dist.pools.specs import ModelSpec
@@ -36,6 +37,7 @@ class Options:
         bare: shared library with the bare driver loop; empty: not measured.
         protocol: measure the coordinator, too (else the floor alone).
         profile: collect where the leader's time goes.
+        beside: per layer count, further run lengths that have something of another project beside them.
     """
 
     backend: str
@@ -48,6 +50,11 @@ class Options:
     bare: str
     protocol: bool
     profile: bool
+    beside: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def lengths(self, layers: int) -> tuple[int, ...]:
+        """Run lengths of a model, in pages."""
+        return tuple(sorted({*self.runs, *self.beside.get(layers, ())}))
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,12 @@ class Cell:
 def model_of(layers: int, pages: int) -> ModelSpec:
     """The model with ``pages`` pages in the domain that grows."""
     return catalogue.get(MODELS[layers]).with_blocks({DOMAIN: pages, **OTHER_BLOCKS})
+
+
+def pages_of(layers: int, useful_bytes: int) -> int:
+    """Pages of the domain that grows whose bytes come closest to these."""
+    page_bytes = model_of(layers, 8).stage(0, 1).page_bytes(DOMAIN)
+    return max(1, round(useful_bytes / page_bytes))
 
 
 def cell_of(options: Options, ranks: int, layers: int, run: int) -> Cell:

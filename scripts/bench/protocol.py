@@ -12,8 +12,8 @@ from kvcached_dist import Config, Coordinator, World, _native
 from kvcached_dist.coord.core.transaction import Verdict
 from kvcached_dist.pools.specs import StageSpec
 
-from .floor import WARM_UP, now_us
 from .plan import DOMAIN, Cell
+from .samples import WARM_UP, now_us
 
 STEPS_MAX = 5000
 PAUSE_S = 0.002
@@ -46,6 +46,7 @@ class Protocol:
             max_reserved_pages=0,
             run_pages_min=cell.run,
             run_pages_max=cell.run,
+            run_share=0,
             start_timeout_s=120.0,
             growth_deadline_s=10.0,
         )

@@ -48,7 +48,7 @@ def run(options: Options, ranks: int, rank: int, port: int, barrier: Any, result
         device = make_device(options, ranks, rank)
         bare = BareDriver(options.bare, rank % options.cards) if options.bare else None
         for layers in options.layers:
-            for length in options.runs:
+            for length in options.lengths(layers):
                 cell = cell_of(options, ranks, layers, length)
                 if cell.repeats:
                     results.put((rank, _measure(options, cell, rank, device, store, bare, meet)))

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
+
+WARM_UP = 2
+"""Repetitions before each series that are not counted."""
+
+
+def now_us() -> float:
+    return time.perf_counter_ns() / 1000
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -53,34 +53,71 @@ def _row(cell: dict[str, Any], bare: bool) -> list[str]:
     return [*row, _judged(f"{targets['sustained_ratio']:.2f}", targets["sustained_met"])]
 
 
-def blocks(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Alloc and free without growth."""
-    table = Table(title="alloc and free without growth, ns per operation (p50 of rounds; best)", title_justify="left")
-    for column in ("blocks", "alloc ours", "sliced tensor", "native pool", "free ours", "sliced tensor", "native pool"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [str(row["blocks"])]
-        for kind in ("alloc", "free"):
-            for who in ("ours", "sliced", "pool"):
-                figures = row[who][kind]
-                cells.append(f"{figures['p50_ns']:.0f}; {figures['best_ns']:.0f}")
-        table.add_row(*cells)
+def blocks(console: Console, rows: list[dict[str, Any]], beside: dict[str, dict[str, Any]]) -> None:
+    """Alloc and free without growth: ours, what torch alone would cost, and other block managers."""
+    who = {"ours": "ours", "native pool": "pool", "sliced tensor": "sliced"}
+    found = {name: {row["blocks"]: row[key] for row in rows} for name, key in who.items()}
+    found |= {name: {row["blocks"]: row for row in other["rows"]} for name, other in beside.items() if "rows" in other}
+    counts = [row["blocks"] for row in rows]
+    table = Table(title="alloc and free without growth, ns per operation, p50 of rounds; best", title_justify="left")
+    table.add_column("")
+    for kind in ("alloc", "free"):
+        for count in counts:
+            table.add_column(f"{kind}\n{count} block{'s' if count > 1 else ''}", justify="right")
+    for name, figures in found.items():
+        cells = [figures[count][kind] for kind in ("alloc", "free") for count in counts]
+        table.add_row(name, *(f"{cell['p50_ns']:.0f}; {cell['best_ns']:.0f}" for cell in cells))
     console.print(table)
+    for name, other in beside.items():
+        if "skipped" in other:
+            console.print(f"{name}: not measured, {other['skipped']}", markup=False)
 
 
-def peer(console: Console, found: dict[str, Any]) -> None:
-    """kvcached's own figures, or why there are none."""
-    if "rows" not in found:
-        console.print(f"kvcached beside it: {found['skipped']}")
+def peer(console: Console, title: str, found: dict[str, Any]) -> None:
+    """kvcached's map and unmap beside our growth and reclaim of the same bytes, or why there is nothing."""
+    if "skipped" in found:
+        console.print(f"{title}: not measured, {found['skipped']}", markup=False)
         return
-    table = Table(title="kvcached, per-layer pools, K and V, 2 MiB pages, one process", title_justify="left")
-    for column in ("layers", "pages", "map ms p50", "unmap ms p50"):
-        table.add_column(column, justify="right")
+    table = Table(title=f"{title}, K and V, pages of 2 MiB; ours for the same bytes", title_justify="left")
+    for column in (
+        "layout", "layers", "ranks", "pages", "useful\nMiB", "map\nms p50", "p99", "GB/s", "ours, run\npages",
+        "grow\nms p50", "p99", "GB/s", "times\nas fast", "unmap\nms p50", "ours\nms p50", "times\nas fast",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "layout" else "right")
     for row in found["rows"]:
-        middle = len(row["map_us"]) // 2
-        figures = (_ms(sorted(row[kind])[middle]) for kind in ("map_us", "unmap_us"))
-        table.add_row(str(row["layers"]), str(row["pages"]), *figures)
+        head = [row["layout"], str(row["layers"]), str(row["ranks"]), str(row["pages"])]
+        table.add_row(*head, f"{row['useful_bytes'] / 2**20:.0f}", *_peer_figures(row))
     console.print(table)
+    for row in found["rows"]:
+        if "skipped" in row or "after" in row:
+            said = row.get("skipped") or f"measured, but it {row['after']}"
+            where = f"{row['layout']}, {row['layers']} layers, {row['pages']} pages"
+            console.print(f"{where}: {said}", markup=False)
+
+
+def _peer_figures(row: dict[str, Any]) -> list[str]:
+    ours = row.get("ours")
+    theirs = [] if "skipped" in row else [row["map"], row["unmap"]]
+    cells = ["no figures", "-", "-"]
+    if theirs:
+        grow = theirs[0]
+        cells = [_ms(grow["p50_us"]), _ms(grow["p99_us"]), f"{_rate(row['useful_bytes'], grow):.1f}"]
+    if ours is None:
+        return [*cells, "-", "-", "-", "-", "-", _ms(theirs[1]["p50_us"]) if theirs else "-", "-", "-"]
+    grow = ours["grow"]
+    cells += [str(ours["run_pages"]), _ms(grow["p50_us"]), _ms(grow["p99_us"])]
+    cells.append(f"{_rate(ours['useful_bytes'], grow):.1f}")
+    cells.append(_times(theirs[0], grow) if theirs else "-")
+    cells += [_ms(theirs[1]["p50_us"]) if theirs else "-", _ms(ours["reclaim"]["p50_us"])]
+    return [*cells, _times(theirs[1], ours["reclaim"]) if theirs else "-"]
+
+
+def _rate(useful_bytes: int, series: dict[str, Any]) -> float:
+    return float(useful_bytes / series["p50_us"] / 1000)
+
+
+def _times(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    return f"{theirs['p50_us'] / ours['p50_us']:.1f}"
 
 
 def occupancy(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -21,17 +21,6 @@ PREFILLS = {
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
 """The engine retracts a request in every eleventh step as if its pool were full."""
 
-ELASTIC = {
-    "ENABLE_KVCACHED": "1",
-    "KVCACHED_REQUIRE": "1",
-    "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
-    "KVCACHED_DIST_HOST_CAPACITY_BYTES": "64M",
-    "KVCACHED_MIN_RESERVED_PAGES": "1",
-    "KVCACHED_MAX_RESERVED_PAGES": "2",
-    "KVCACHED_DIST_BEAT_S": "0.1",
-}
-"""Small granules and watermarks, so that tiny pools grow and shrink in many steps."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -87,7 +76,14 @@ ROWS = (
 )
 
 
-def dsv4(tp: int, pp: int, *, online: bool, retract: bool = False, radix: bool = True) -> Served:
+DRAFTS = (
+    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1",
+    "--speculative-num-draft-tokens", "2",
+)  # fmt: skip
+"""One token ahead; the draft model of DeepSeek-V4 comes with its target."""
+
+
+def dsv4(tp: int, pp: int, *, online: bool, retract: bool = False, radix: bool = True, drafts: bool = False) -> Served:
     """DeepSeek-V4 with toy arithmetic.
 
     Args:
@@ -96,11 +92,12 @@ def dsv4(tp: int, pp: int, *, online: bool, retract: bool = False, radix: bool =
         online: the C128 state of a request is one row, not a ring of 128.
         retract: retractions are forced.
         radix: the prefix cache is on.
+        drafts: its draft model proposes a token in every step.
     """
     words = [f"tp{tp}_pp{pp}", "online" if online else "offline"]
-    words += ["no_radix"] * (not radix) + ["retract"] * retract
+    words += ["no_radix"] * (not radix) + ["retract"] * retract + ["drafts"] * drafts
     settings = {"TOY_DSV4": "1", **({"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"} if online else {})}
-    options = (*DSV4_OPTIONS, *(() if radix else ("--disable-radix-cache",)))
+    options = (*DSV4_OPTIONS, *(() if radix else ("--disable-radix-cache",)), *(DRAFTS if drafts else ()))
     settings |= RETRACTIONS if retract else {}
     return Served("-".join(words), write_dsv4, cases.dsv4, tp, pp, options, settings)
 
@@ -112,4 +109,6 @@ DSV4_ROWS = (
     dsv4(1, 2, online=False, retract=True),
     dsv4(2, 2, online=True),
     dsv4(2, 2, online=False, radix=False),
+    dsv4(2, 1, online=False, drafts=True),
+    dsv4(1, 1, online=False, drafts=True, retract=True),
 )

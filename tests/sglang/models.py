@@ -108,12 +108,12 @@ def write_dsv4(folder: Path) -> Path:
     return folder
 
 
-def write_llama(folder: Path, *, weights: bool = True) -> Path:
-    """A Llama of two layers."""
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+def write_llama(folder: Path, *, weights: bool = True, layers: int = LLAMA["num_hidden_layers"]) -> Path:
+    """A Llama of two layers, or of as many as are asked for."""
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
     write_tokenizer(folder)
     if weights:
-        _write_weights(folder)
+        _write_weights(folder, layers)
     return folder
 
 
@@ -138,11 +138,11 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, layers: int) -> None:
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     heads, kv_heads, dim = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
-    for layer in range(LLAMA["num_hidden_layers"]):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}."
         shapes |= {
             f"{prefix}input_layernorm.weight": (hidden,),

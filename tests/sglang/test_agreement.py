@@ -11,6 +11,7 @@ import torch
 from kvcached_dist.config import Config
 from kvcached_dist.coord.core.errors import ConfigError
 from kvcached_dist.sglang import engine
+from kvcached_dist.sglang.offer import Offer
 from kvcached_dist.sglang.runtime import Phase, Runtime
 
 
@@ -97,7 +98,7 @@ def test_an_engine_that_is_laid_out_differently_stays_native(engine_settings: An
 
 
 def test_one_rank_that_cannot_keeps_the_native_pools_of_all(engine_settings: Any, others: list[Any]) -> None:
-    others.append(("not hooked: a.b.c", 0))
+    others.append(Offer("not hooked: a.b.c"))
     made = runtime()
     made.agree(configurator(), sizes())
     assert (made.phase, made.reason) == (Phase.NATIVE, "rank 1: not hooked: a.b.c")
@@ -114,7 +115,7 @@ def test_a_hook_that_is_not_in_force_is_named(engine_settings: Any, others: list
 def test_the_capacity_is_what_the_smallest_rank_could_ever_hold(
     engine_settings: Any, others: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    others.append((None, 1600))
+    others.append(Offer(tokens=1600))
     made = runtime()
     cut: Any = made.agree(configurator(), sizes(4096))
     assert cut.max_total_num_tokens == made.sizes.max_total_num_tokens == 1600

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.sglang import cases
-from tests.sglang.matrix import ELASTIC, ROWS
+from tests.sglang.matrix import ROWS
 from tests.sglang.server import Server
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -37,7 +38,7 @@ ROW = replace(next(row for row in ROWS if (row.tp, row.pp, row.page) == (2, 1, 1
 @pytest.fixture
 def server() -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
-    started = ROW.served().start(folder, {**ELASTIC, "KVCACHED_DIST_RUN_PAGES_MAX": "4"})
+    started = ROW.served().start(folder, {**elastic(), "KVCACHED_DIST_RUN_PAGES_MAX": "4"})
     yield started
     started.stop()
     shutil.rmtree(folder, ignore_errors=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.sglang import cases
-from tests.sglang.matrix import DSV4_ROWS, ELASTIC, RETRACTIONS, ROWS
+from tests.sglang.matrix import DSV4_ROWS, RETRACTIONS, ROWS
 from tests.sglang.regenerate import Served
 from tests.sglang.server import Server
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -55,7 +56,7 @@ def serve_elastically(served: Served, folder: Path, expected: Mapping[str, list[
     # The last rank refuses twice while the first prompts are served: all ranks see the same miss. Before that it makes
     # extents of the null pages, for more pools of DeepSeek-V4 than of Llama.
     nth = 9 if served.ask is cases.llama else 30
-    server = served.start(folder, {**ELASTIC, "KVCACHED_DIST_FAULTS": f"rank={ranks - 1},op=create,nth={nth},count=2"})
+    server = served.start(folder, elastic(faults=f"rank={ranks - 1},op=create,nth={nth},count=2"))
     try:
         start, first = server.mapped_bytes(), published(server)
         found = served.ask(server.generate, server.flush)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.cases import PROMPT
-from tests.sglang.matrix import ELASTIC
 from tests.sglang.models import LLAMA_OPTIONS, write_llama
 from tests.sglang.server import Server
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(300)]
 def server() -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
     # Less than the context length (1024 tokens) fits on a rank: 128 bytes a token, its share of what is shared off.
-    settings = {**ELASTIC, "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(144 << 10)}
+    settings = elastic(capacity_bytes=144 << 10)
     started = Server.start(
         write_llama(folder), folder, tp=2, options=(*LLAMA_OPTIONS, "--chunked-prefill-size", "256"), settings=settings
     )

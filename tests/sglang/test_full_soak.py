@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from tests.sglang import cases
-from tests.sglang.matrix import ELASTIC, ROWS, dsv4
+from tests.sglang.matrix import ROWS, dsv4
 from tests.sglang.regenerate import Served
 from tests.sglang.server import Server
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -120,7 +121,7 @@ def soak(server: Server, longest: int) -> Counter[str]:
 @pytest.mark.parametrize("name", SOAKS)
 def test_500_requests_leave_nothing(name: str, folder: Path, record_property: Callable[[str, object], None]) -> None:
     served, settings = SOAKS[name]
-    server = served.start(folder, {**ELASTIC, **settings})
+    server = served.start(folder, {**elastic(), **settings})
     try:
         # What the first request leaves behind for good is there before.
         before = served.ask(server.generate, server.flush)

@@ -16,22 +16,15 @@ import pytest
 from tests.sglang import cases
 from tests.sglang.regenerate import MLA, SPECULATION, SWA, Served
 from tests.sglang.server import Server, eventually
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 POOLS = {
     MLA.name: {"mla_kv": "full"},
     SWA.name: {"mha_kv": "full", "swa_kv": "swa"},
-    SPECULATION.name: {"mha_kv": "full"},
+    SPECULATION.name: {"mha_kv": "full", "draft_kv": "full"},
 }
-
-DRAFT_BYTES = 2 * (4096 + 16) * 1 * 16 * 2
-"""One of K and V of the draft model on a rank: layers x (tokens + null page) x heads x dimensions x bytes."""
-
-KEPT = {
-    SPECULATION.name: {f"draft.token_to_kv_pool.{part}_buffer": DRAFT_BYTES for part in ("k", "v")},
-}
-"""What stays with the engine."""
 
 
 @pytest.fixture(scope="module", params=[MLA, SWA, SPECULATION], ids=lambda served: str(served.name))
@@ -43,18 +36,8 @@ def served(request: Any) -> Served:
 @pytest.fixture(scope="module")
 def server(served: Served) -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
-    settings = {
-        "ENABLE_KVCACHED": "1",
-        "KVCACHED_REQUIRE": "1",
-        "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
-        "KVCACHED_DIST_HOST_CAPACITY_BYTES": "8M",
-        "KVCACHED_MIN_RESERVED_PAGES": "1",
-        "KVCACHED_MAX_RESERVED_PAGES": "2",
-        "KVCACHED_DIST_BEAT_S": "0.1",
-        # The last rank refuses once while the first prompt is served: all ranks see the same miss.
-        "KVCACHED_DIST_FAULTS": f"rank={served.tp * served.pp - 1},op=create,nth=12,count=1",
-    }
-    started = served.start(folder, settings)
+    # The last rank refuses once while the first prompt is served: all ranks see the same miss.
+    started = served.start(folder, elastic(faults=f"rank={served.tp * served.pp - 1},op=create,nth=12,count=1"))
     yield started
     started.stop()
     shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +52,7 @@ def test_every_pool_is_elastic_on_every_rank(served: Served, server: Server) -> 
         for name, domain in POOLS[served.name].items()
     ]
     assert [line for line in wanted if line not in log] == []
-    assert [state["runtime_pools"] for state in server.states()] == [KEPT.get(served.name, {}) for _ in ranks]
+    assert [state["runtime_pools"] for state in server.states()] == [{} for _ in ranks]
 
 
 def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Served, server: Server) -> None:
@@ -81,6 +64,16 @@ def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Ser
     assert all(after[0][name] > before[0][name] for name in POOLS[served.name].values())
     assert server.grows() >= 4
     assert server.counter("refused") >= 1
+    if served is SPECULATION:
+        # A wrong draft costs time and no tokens. The model drafts for itself: natively 28 of 31 are right.
+        assert accepted_drafts(server) > 0.8
+
+
+def accepted_drafts(server: Server) -> float:
+    """Share of the drafts of a request that were right."""
+    parameters = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/generate", {"input_ids": cases.PROMPT[:300], "sampling_params": parameters})
+    return float(answer["meta_info"]["spec_accept_rate"])
 
 
 def test_memory_comes_back_and_the_next_request_reads_fresh_pages(served: Served, server: Server) -> None:

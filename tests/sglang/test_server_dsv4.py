@@ -11,6 +11,7 @@ import pytest
 
 from tests.sglang.regenerate import DSV4
 from tests.sglang.server import Server, eventually
+from tests.sglang.settings import elastic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,18 +21,8 @@ POOLS = ("swa_kv", "c4_kv", "c4_indexer", "c128_kv", "c4_state", "c4_indexer_sta
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
-    settings = {
-        "ENABLE_KVCACHED": "1",
-        "KVCACHED_REQUIRE": "1",
-        "KVCACHED_DIST_HOST_GRANULE_BYTES": "4096",
-        "KVCACHED_DIST_HOST_CAPACITY_BYTES": "64M",
-        "KVCACHED_MIN_RESERVED_PAGES": "1",
-        "KVCACHED_MAX_RESERVED_PAGES": "2",
-        "KVCACHED_DIST_BEAT_S": "0.1",
-        # A late stage refuses once: all ranks see the same miss.
-        "KVCACHED_DIST_FAULTS": "rank=3,op=create,nth=30,count=1",
-    }
-    started = DSV4.start(folder, settings)
+    # A late stage refuses once: all ranks see the same miss.
+    started = DSV4.start(folder, elastic(faults="rank=3,op=create,nth=30,count=1"))
     yield started
     started.stop()
     shutil.rmtree(folder, ignore_errors=True)

@@ -27,12 +27,9 @@ from kvcached_dist import _native
 from tests.sglang import cases
 from tests.sglang.regenerate import LLAMA
 from tests.sglang.server import Server, eventually
+from tests.sglang.settings import CARD_CAPACITY, CARD_KEPT_FREE, GRANULE, card_file, on_one_card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-
-GRANULE = 4096
-CAPACITY = 2 << 20
-"""Of the one card that both ranks share; the pools could use about half of it."""
 
 CACHE_BUDGET = 500
 """Tokens that the prefix cache may keep at idle."""
@@ -48,21 +45,12 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
+    # While the first prompts are served a create is refused, and later a rank stands still for longer than the
+    # growth deadline: requests wait, nobody dies.
+    faults = "rank=1,op=create,nth=9,count=2;rank=1,op=hang,at=reserved,seconds=4,nth=4"
     settings = {
-        "ENABLE_KVCACHED": "1",
-        "KVCACHED_REQUIRE": "1",
-        "KVCACHED_DIST_HOST_GRANULE_BYTES": str(GRANULE),
-        "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(CAPACITY),
-        "KVCACHED_DIST_HOST_CARD_FILE": str(folder / "card"),
-        "KVCACHED_GPU_UTILIZATION": "0.95",
-        "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR": str(folder),
-        "KVCACHED_MIN_RESERVED_PAGES": "1",
-        "KVCACHED_MAX_RESERVED_PAGES": "2",
-        "KVCACHED_DIST_BEAT_S": "0.1",
+        **on_one_card(folder, faults=faults),
         "KVCACHED_MAX_CACHED_TOKENS": str(CACHE_BUDGET),
-        # While the first prompts are served a create is refused, and later a rank stands still for longer than the
-        # growth deadline: requests wait, nobody dies.
-        "KVCACHED_DIST_FAULTS": "rank=1,op=create,nth=9,count=2;rank=1,op=hang,at=reserved,seconds=4,nth=4",
         "KVCACHED_DIST_GROWTH_DEADLINE_S": "1",
     }
     started = LLAMA.start(folder, settings)
@@ -157,7 +145,7 @@ def test_the_prefix_cache_is_not_evicted_while_busy_and_goes_down_to_its_budget_
 
 def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) -> None:
     idle_bytes(server)
-    card = _native.HostDevice(CAPACITY, GRANULE, card_file=str(folder / "card"))
+    card = _native.HostDevice(CARD_CAPACITY, GRANULE, card_file=str(card_file(folder)))
     geometry = _native.PoolGeometry(
         name="hog", domain=0, pages=512, reservation_bytes=512 * GRANULE, lanes=[(0, GRANULE)], pinned=[], fill=[],
         fill_row_bytes=0,
@@ -165,7 +153,7 @@ def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) ->
     hog = _native.Backing(card, [geometry])
     try:
         # What is left backs one page of 128 tokens on both ranks; each of them alone could still back two.
-        taken = (card.free_bytes() - CAPACITY // 20) // GRANULE - 10
+        taken = (card.free_bytes() - CARD_KEPT_FREE) // GRANULE - 10
         assert hog.reserve(1, [(0, 0, taken)]).ok
         eventually(lambda: server.states()[0]["domains"]["full"]["growable"] <= 256, server.states)
         with ThreadPoolExecutor(3) as pool:

@@ -16,10 +16,7 @@ from typing import Any
 from kvcached_dist import _native
 from tests.sglang.models import LLAMA_OPTIONS, write_llama
 from tests.sglang.server import Server, eventually
-
-GRANULE = 4096
-CAPACITY = 2 << 20
-"""Of the one card that all ranks share; the pools could use about half of it."""
+from tests.sglang.settings import CARD_CAPACITY, CARD_KEPT_FREE, GRANULE, card_file, on_one_card
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +89,25 @@ class Trapped:
         finally:
             path.unlink()
 
+    def limit(self, limit_bytes: int) -> None:
+        """The leader orders this limit of memory per rank; 0: none. Returns when it has done so."""
+        path = self.folder / "limit"
+        new = path.with_suffix(".new")
+        new.write_text(str(limit_bytes))
+        new.rename(path)
+        eventually(lambda: not path.exists(), self.server.states)
+
     @contextlib.contextmanager
     def neighbour(self, leaves_bytes: int) -> Iterator[None]:
         """Something else on the card takes all but ``leaves_bytes`` of what may be used; gone at the end."""
-        card = _native.HostDevice(CAPACITY, GRANULE, card_file=str(self.folder / "card"))
+        card = _native.HostDevice(CARD_CAPACITY, GRANULE, card_file=str(card_file(self.folder)))
         geometry = _native.PoolGeometry(
             name="neighbour", domain=0, pages=512, reservation_bytes=512 * GRANULE, lanes=[(0, GRANULE)], pinned=[],
             fill=[], fill_row_bytes=0,
         )  # fmt: skip
         backing = _native.Backing(card, [geometry])
         try:
-            pages = (card.free_bytes() - CAPACITY // 20 - leaves_bytes) // GRANULE
+            pages = (card.free_bytes() - CARD_KEPT_FREE - leaves_bytes) // GRANULE
             assert pages > 0, "the engine holds so much already that nothing is left to take"
             assert backing.reserve(1, [(0, 0, pages)]).ok
             yield
@@ -115,22 +120,15 @@ def trapped(*, tp: int, pp: int, options: Sequence[str]) -> Iterator[Trapped]:
     """Serve the tiny Llama with small granules and watermarks on one small card."""
     # Not pytest's own folder: snapshots need a file system that can make unnamed files.
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
-    settings = {
-        "TRAPS": str(folder),
-        "ENABLE_KVCACHED": "1",
-        "KVCACHED_REQUIRE": "1",
-        "KVCACHED_DIST_HOST_GRANULE_BYTES": str(GRANULE),
-        "KVCACHED_DIST_HOST_CAPACITY_BYTES": str(CAPACITY),
-        "KVCACHED_DIST_HOST_CARD_FILE": str(folder / "card"),
-        "KVCACHED_GPU_UTILIZATION": "0.95",
-        "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR": str(folder),
-        "KVCACHED_MIN_RESERVED_PAGES": "1",
-        "KVCACHED_MAX_RESERVED_PAGES": "2",
-        "KVCACHED_DIST_BEAT_S": "0.1",
-    }
+    settings = {**on_one_card(folder), "TRAPS": str(folder)}
     try:
         server = Server.start(
-            write_llama(folder), folder, tp=tp, pp=pp, options=(*LLAMA_OPTIONS, *options), settings=settings
+            write_llama(folder, layers=max(2, pp)),
+            folder,
+            tp=tp,
+            pp=pp,
+            options=(*LLAMA_OPTIONS, *options),
+            settings=settings,
         )
         try:
             yield Trapped(server, folder)

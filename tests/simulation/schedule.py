@@ -232,6 +232,8 @@ def draw(seed: int) -> Plan:
     slow_net = random.random() < 0.2
     deadline = 300 * MS
     low = random.choice((0, 1, 2, 5))
+    # Chosen apart, so that a seed still means the same faults.
+    quantities = Random(f"quantities {seed}")
     policy = Policy(
         growth_deadline=deadline,
         query_interval=100 * MS,
@@ -240,6 +242,8 @@ def draw(seed: int) -> Plan:
         map_retries=random.choice((0, 1, 2)),
         run_pages_min=random.choice((1, 1, 2)),
         run_pages_max=random.choice((1, 4, 64)),
+        run_share=quantities.choice((0, 2, 16)),
+        demand_window=quantities.choice((0, 20 * MS, 2 * SECOND)),
         reserved_pages_min=low,
         reserved_pages_max=low + random.choice((1, 3, 8)),
         reclaim_interval_steps=random.choice((1, 3, 16)),

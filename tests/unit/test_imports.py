@@ -41,7 +41,8 @@ ARCHITECTURE = {
     "links": Component(("coord.links",), imports=("core",), external=("torch",)),
     "native": Component(("_native",), external=("numpy",)),
     "ground": Component(
-        ("errors", "config", "setting_kinds", "settings_doc", "world", "processes", "exit_hooks"), imports=("core",)
+        ("errors", "config", "setting_table", "setting_kinds", "settings_doc", "world", "processes", "exit_hooks"),
+        imports=("core",),
     ),
     "pools": Component(("pools",), imports=("core", "ground", "native"), external=("torch", "numpy")),
     # What several processes of a machine share (turns, snapshots), and what is done to a process (faults).

@@ -33,6 +33,9 @@ def register() -> None:
     for target, hook in around:
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{srt}models.deepseek_v4.DeepseekV4Model.forward", forward, HookType.REPLACE)
+    HookRegistry.register(f"{srt}models.deepseek_v4_nextn.DeepseekV4ModelNextN.forward", draft, HookType.REPLACE)
+    # The draft model is told to share the target's embedding, and empties the cache of the device then.
+    vars(torch.cpu).setdefault("empty_cache", lambda: None)
     backend = f"{srt}layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
     HookRegistry.register(f"{backend}.init_forward_metadata", _no_metadata, HookType.REPLACE)
 
@@ -149,26 +152,56 @@ def forward(
 ) -> Any:
     """Stands for the layers of this stage."""
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
-    from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
     if model.pp_group.is_first_rank:
-        # From the ids alone, so that the tokens do not depend on how weights are drawn and cut.
-        wave = torch.arange(1, model.embed_tokens.embedding_dim + 1, dtype=torch.float32)
-        hidden = torch.sin(input_ids[:, None].float() * wave * 0.013 + 0.5)
+        hidden = _embedded(input_ids, model.embed_tokens.embedding_dim)
     else:
         hidden = pp_proxy_tensors["hidden_states"].float()
-    if len(input_ids) and not batch.forward_mode.is_idle():
-        pool, table = get_token_to_kv_pool(), get_attn_backend().req_to_token
-        lengths = batch.extend_seq_lens.tolist() if batch.forward_mode.is_extend() else [1] * batch.batch_size
-        done: list[torch.Tensor] = []
-        for row, end, length in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), lengths, strict=True):
-            for position in range(end - length, end):
-                value = hidden[len(done)]
-                for layer in range(model.start_layer, model.end_layer):
-                    value = _Token(pool, table, row, position, layer).run(value)
-                done.append(value)
-        hidden = torch.stack(done)
+    hidden = _through(hidden, batch, range(model.start_layer, model.end_layer))
     if not model.pp_group.is_last_rank:
         return PPProxyTensors({"hidden_states": hidden.to(torch.bfloat16).contiguous()})
     hidden = hidden.to(torch.bfloat16)
     return model.norm(hidden), hidden.repeat(1, model.hc_mult)
+
+
+def draft(model: Any, input_ids: Any, _positions: Any, batch: Any, _embeds: Any = None) -> Any:
+    """Stands for the one window-only layer of the draft model, which goes on from what the target has computed."""
+    width = model.config.hidden_size
+    hidden = _embedded(input_ids, width) + batch.spec_info.hidden_states[:, :width].float()
+    hidden = _through(hidden, batch, range(1)).to(torch.bfloat16)
+    return model.shared_head.norm(hidden), hidden.repeat(1, model.hc_mult)
+
+
+def _embedded(input_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """From the ids alone, so that the tokens do not depend on how weights are drawn and cut."""
+    wave = torch.arange(1, width + 1, dtype=torch.float32)
+    return torch.sin(input_ids[:, None].float() * wave * 0.013 + 0.5)
+
+
+def _through(hidden: torch.Tensor, batch: Any, layers: range) -> torch.Tensor:
+    """All tokens of a batch through these layers, one after the other."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+    if not len(hidden) or batch.forward_mode.is_idle():
+        return hidden
+    pool, table = get_token_to_kv_pool(), get_attn_backend().req_to_token
+    done: list[torch.Tensor] = []
+    for row, end, length in zip(batch.req_pool_indices.tolist(), *_spans(batch, len(hidden)), strict=True):
+        for position in range(end - length, end):
+            value = hidden[len(done)]
+            for layer in layers:
+                value = _Token(pool, table, row, position, layer).run(value)
+            done.append(value)
+    return torch.stack(done)
+
+
+def _spans(batch: Any, tokens: int) -> tuple[list[int], list[int]]:
+    """Where the tokens of each request end, and how many they are."""
+    ends: list[int] = batch.seq_lens.tolist()
+    mode = batch.forward_mode
+    if mode.is_target_verify():
+        # Drafts lie behind what is committed.
+        count = tokens // len(ends)
+        return [end + count for end in ends], [count] * len(ends)
+    lengths = batch.extend_seq_lens.tolist() if mode.is_extend(include_draft_extend_v2=True) else [1] * len(ends)
+    return ends, lengths

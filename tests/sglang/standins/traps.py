@@ -3,7 +3,8 @@
 Loaded by the engine as a plugin, in force with TRAPS naming a folder. Everything that happens is one line of
 ``events`` there: time (of the machine's monotonic clock), process, what, numbers. A test switches disturbances on by
 files in the folder: ``slow`` makes all ranks slow, ``late`` the last pipeline stage, ``slow_unmap`` the driver of the
-followers; ``hold`` makes one follower keep its interpreter for the seconds that stand in the file.
+followers; ``hold`` makes one follower keep its interpreter for the seconds that stand in the file, and ``limit`` makes
+the leader order the limit of memory that stands there.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ SLOW_S = 0.1
 SLOW_UNMAP_S = 4.0
 """How much longer a follower takes to unmap."""
 
-_rank = 0
+_coordinator: Any = None
 """Of this process, once it has applied a mark."""
+
+_revision = 0
+"""Of the newest limit."""
 
 
 def register() -> None:
@@ -63,6 +67,13 @@ def _batch(scheduler: Any, *_: Any, **__: Any) -> None:
 
 
 def _iteration(scheduler: Any, *_: Any) -> None:
+    global _revision
+    limit = FOLDER / "limit"
+    if scheduler.ps.pp_rank == scheduler.ps.tp_rank == 0 and _coordinator is not None and limit.exists():
+        limit_bytes = int(limit.read_text())
+        limit.unlink()
+        _revision += 1
+        _coordinator.set_limit(limit_bytes, _revision)
     hold = FOLDER / "hold"
     if scheduler.ps.tp_rank != scheduler.ps.tp_size - 1 or not hold.exists():
         return
@@ -80,13 +91,14 @@ def _evicted(result: Any, _cache: Any, *_: Any, **__: Any) -> None:
 
 
 def _applied(entries: Any, coordinator: Any, *_: Any) -> None:
-    global _rank
-    _rank = coordinator.world.rank
+    global _coordinator
+    _coordinator = coordinator
     for entry in entries:
         note(type(entry).__name__, coordinator.world.rank, getattr(entry, "txn", 0))
 
 
 def _driver_work(_worker: Any, work: Any) -> None:
     note(work.kind.name, work.txn)
-    if work.kind.name == "UNMAP" and _rank > 0 and (FOLDER / "slow_unmap").exists():
+    follows = _coordinator is not None and not _coordinator.leads
+    if work.kind.name == "UNMAP" and follows and (FOLDER / "slow_unmap").exists():
         time.sleep(SLOW_UNMAP_S)
