@@ -305,10 +305,13 @@ class Demand:
         return blocks // leader.replica.blocks_per_page[domain]
 
     def lasting_free_pages(self, domain: DomainId) -> int:
-        """Published free pages that no step of the last while has needed; all of them where memory is short."""
+        """Published free pages that no step of the last while has needed; all of them where the card has little left.
+
+        A neighbour may be waiting for what is free here, however much of it there is.
+        """
         leader = self._leader
         blocks = leader.replica.available(domain)
-        if not self.short_blocks(domain):
+        if self._backable_pages(domain) >= leader.tables[domain].pages // SHORT_SHARE:
             blocks = self._lows[domain].least(blocks)
         return blocks // leader.replica.blocks_per_page[domain]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from .plan import pages_of
 
 PAGE_BYTES = 2 << 20
 PAGES = (1, 8)
+NAME = f"kvb{os.getpid()}"
+"""What kvcached's processes call themselves; short, for it becomes part of the path of a socket."""
+
 LAYOUTS = {"per layer": False, "contiguous": True}
 """Name -> whether one mapping holds all layers (kvcached's ``KVCACHED_CONTIGUOUS_LAYOUT``)."""
 SECONDS = 40.0
@@ -50,13 +55,20 @@ def settings(contiguous: bool, **more: str) -> dict[str, str]:
     folder = package()
     found = bounded.environment(
         KVCACHED_CONTIGUOUS_LAYOUT="true" if contiguous else "false",
-        KVCACHED_IPC_NAME=f"kvb{os.getpid()}",
+        KVCACHED_IPC_NAME=NAME,
         KVCACHED_LOG_LEVEL="WARNING",
         **more,
     )
     if folder is not None:
         found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], str(folder.parent)])
     return found
+
+
+def clean_up() -> None:
+    """Remove what processes that were killed have left: sockets of workers, and the limit that they share."""
+    for folder in glob.glob(f"/tmp/kvcached-tp-{NAME}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    Path("/dev/shm", NAME).unlink(missing_ok=True)
 
 
 def measure(layers: tuple[int, ...], repeats: int, device: str = "cuda:0") -> dict[str, Any]:
@@ -125,4 +137,7 @@ def blocks(device: str = "cuda:0") -> dict[str, Any]:
         KVCACHED_MAX_RESERVED_PAGES="100000",
         KVCACHED_GPU_UTILIZATION="1.0",
     )
-    return bounded.figures("peer_child", ["blocks", "--device", device], SECONDS, environment)
+    try:
+        return bounded.figures("peer_child", ["blocks", "--device", device], SECONDS, environment)
+    finally:
+        clean_up()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import glob
 import os
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -83,15 +81,10 @@ def _layout(script: Path, layout: str, layers: int, size: int) -> list[dict[str,
 
 
 def _run(script: Path, options: list[str], contiguous: bool) -> bounded.Ended:
-    environment = peer.settings(contiguous)
     try:
-        return bounded.run([sys.executable, str(script), *options], SECONDS, environment)
+        return bounded.run([sys.executable, str(script), *options], SECONDS, peer.settings(contiguous))
     finally:
-        # Its workers were killed, so nobody else removes their sockets and the limit they share.
-        name = environment["KVCACHED_IPC_NAME"]
-        for folder in glob.glob(f"/tmp/kvcached-tp-{name}-*"):
-            shutil.rmtree(folder, ignore_errors=True)
-        Path("/dev/shm", name).unlink(missing_ok=True)
+        peer.clean_up()
 
 
 def parsed(ended: bounded.Ended) -> dict[str, Any]:

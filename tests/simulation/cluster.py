@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 from kvcached_dist.coord.core import reclaim
@@ -14,7 +14,7 @@ from kvcached_dist.coord.core.participant import Participant
 from kvcached_dist.coord.core.replica import Replica
 from kvcached_dist.coord.core.types import CauseKind, DomainId, Epoch, PageId, Rank, Run
 
-from . import faults
+from . import faults, verdict
 from .clock import MS, WorldClock
 from .hardware import Card, PoolModel, RankMemory
 from .host import Host
@@ -23,6 +23,7 @@ from .oracle import Oracle
 from .pool import ListPool
 from .rejoin import Reform
 from .schedule import ARMED, Fault, Plan
+from .verdict import Report
 from .views import Violation
 from .workload import Step, Workload
 
@@ -34,44 +35,8 @@ EVENTS_MAX = 60_000
 
 GRANULE = 64
 
-AWAKE = 50 * MS
-"""Time that a rank has after a stop to look at what came meanwhile."""
-
 EXIT_GRACE = 100 * MS
 """Time between the failure of a rank's coordinator and the end of its process."""
-
-
-@dataclass(slots=True)
-class Report:
-    """What became of a schedule.
-
-    Attributes:
-        events: events dispatched.
-        steps: engine steps of all ranks.
-        digest: of the trace.
-        hits: faults that struck, by (kind, phase).
-        checks: checks made, by rule.
-        failure: first cause, where the coordinator failed as the faults demand.
-        cause_kind: its kind.
-        calm: it came through the liveness phase.
-        verdicts: transactions of the leader by verdict.
-        misses: allocations that missed.
-        epochs: changes of epoch that were completed.
-        limits: answers to orders of a limit, by status.
-    """
-
-    events: int = 0
-    steps: int = 0
-    digest: int = 0
-    hits: dict[tuple[str, str], int] = field(default_factory=dict)
-    checks: dict[str, int] = field(default_factory=dict)
-    failure: str = ""
-    cause_kind: str = ""
-    calm: bool = False
-    verdicts: dict[str, int] = field(default_factory=dict)
-    misses: int = 0
-    limits: dict[str, int] = field(default_factory=dict)
-    epochs: int = 0
 
 
 class Cluster:
@@ -195,7 +160,7 @@ class Cluster:
                 raise Violation("L1", f"the schedule does not end within {EVENTS_MAX} events")
             if not self.loop.step() and not all(host.dead or host.ended for host in self.hosts):
                 raise Violation("L1", "nothing will ever happen again")
-        self._finish()
+        verdict.finish(self)
         return self.report
 
     def _start(self) -> None:
@@ -217,64 +182,8 @@ class Cluster:
             return True
         if all(host.failed_at is not None for host in running):
             return True
-        leader_sleeps = self.hosts[0].stopped_until + AWAKE > self.loop.now
-        for rank, when in self.deadlines.items():
-            host = self.hosts[rank]
-            if self.leader_slept and not host.dead and host.stopped_until and host.stopped_until <= self.loop.now:
-                continue  # it was back before the leader, which was stopped too, had counted a lease
-            # While the leader is stopped nobody can tell; that it is stopped has a deadline of its own.
-            if self.loop.now > when + self.leader_slept and not (leader_sleeps and rank != 0):
-                ignorant = [
-                    host.rank
-                    for host in running
-                    if host.failed_at is None and host.agent.lost is None
-                    if host.stopped_until + AWAKE <= self.loop.now
-                    if self.reform is None or host.rank != self.reform.restarted
-                    if not self._news_under_way(host)
-                ]
-                self.oracle.require(not ignorant, "L2", f"ranks {ignorant} do not know that rank {rank} is gone")
+        verdict.losses_are_known(self, running)
         return False
-
-    def _finish(self) -> None:
-        failed = next((host.agent.failure for host in self.hosts if host.agent.failure is not None), None)
-        report = self.report
-        if failed is not None:
-            report.failure = str(failed.cause)
-            report.cause_kind = failed.cause.kind.name
-            self._check_causes()
-        elif not self.leader.quiescent() and not any(host.dead for host in self.hosts):
-            self.oracle.require(
-                not self.diverged or self.plan.ranks == 1, "S5", "a rank did other operations and nobody noticed"
-            )
-            self._check_calm()
-            report.calm = True
-        report.events = self.loop.events
-        report.digest = self.loop.digest
-        report.steps = sum(host.step_done for host in self.hosts)
-        report.checks = self.oracle.checks
-        report.verdicts = {verdict.value: count for verdict, count in self.leader.counters.closed.items()}
-        report.misses = self.hosts[0].workload.misses
-
-    def _check_causes(self) -> None:
-        """The coordinator may fail only for a reason that the injected faults give."""
-        for host in self.hosts:
-            failure = host.agent.failure
-            if failure is None or host.dead:
-                continue
-            key = (failure.cause.kind, int(failure.cause.rank))
-            if key not in self.excuses and (failure.cause.kind, -1) not in self.excuses:
-                rule = str(failure.cause.detail).split(" ", 1)[0] if failure.cause.kind is CauseKind.INVARIANT else ""
-                raise Violation(rule or "L5", f"rank {host.rank} failed without a reason: {failure.cause}")
-
-    def _check_calm(self) -> None:
-        """After the liveness phase: everything was had and everything came back."""
-        limited = any(host.memory.limit for host in self.hosts)
-        for host in () if limited else self.hosts:
-            self.oracle.require(not host.workload.calm_misses, "L5", f"rank {host.rank}: {host.workload.calm_misses}")
-        self.oracle.at_rest([peer.handles for peer in self.leader.peers])
-        held = {run for run, (state, _) in self.oracle.runs.items() if state.value != "quarantined"}
-        null = {Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.plan.shape.pages))}
-        self.oracle.require(held == null, "S10", f"after everything was given back {held - null} are still held")
 
     # ------------------------------------------------------------------ news from hosts
 
@@ -287,35 +196,10 @@ class Cluster:
             leader.commit.txn is None
             and leader.failure is None
             and leader.commit.last != self._rested
-            and not self._working()
+            and not verdict.working(self)
         ):
             self._rested = leader.commit.last
             self.oracle.at_rest([peer.handles for peer in leader.peers])
-
-    def _working(self) -> bool:
-        return bool(self.leader.log.due()) or any(
-            host.agent.work.queue
-            or host.worker.busy is not None
-            or host.dead
-            or host.stopped_until > self.loop.now
-            or not self._quiet(host)
-            for host in self.hosts
-        )
-
-    def _quiet(self, host: Host) -> bool:
-        return host.agent.participant.newest_txn >= self.leader.commit.last and self._wires_empty(host)
-
-    def _wires_empty(self, host: Host) -> bool:
-        now = self.loop.now
-        mine = (wire for wire in self.wires if host in (wire.source, wire.target))
-        return all(wire.arrives_last <= now and not wire.silent for wire in mine)
-
-    def _news_under_way(self, host: Host) -> bool:
-        """Whether the link of a rank is clogged, or lost and that has not had to be noticed yet."""
-        now = self.loop.now
-        own_deadline = self.deadlines.get(host.rank, 0)
-        wires = (wire for wire in self.wires if wire.target is host)
-        return any(wire.arrives_last > now or (wire.silent and now <= own_deadline) for wire in wires)
 
     def watch(self) -> None:
         """After every event: has the leader entered another phase?"""

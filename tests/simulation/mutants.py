@@ -409,6 +409,13 @@ MUTANTS = (
         "if pressed or demand else demand.lasting_free_pages(domain)\n",
     ),
     Mutant(
+        "a-neighbour-waits-for-a-window",
+        "quantities: what is free is kept although the card has little left",
+        _CORE + "demand.py",
+        "        if self._backable_pages(domain) >= leader.tables[domain].pages // SHORT_SHARE:\n",
+        "        if self._backable_pages(domain) >= 0:\n",
+    ),
+    Mutant(
         "runs-never-follow-what-is-held",
         "quantities: a growth costs the same however long demand goes on",
         _CORE + "demand.py",

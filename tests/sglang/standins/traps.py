@@ -43,13 +43,13 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}process_input_requests", _iteration, HookType.BEFORE)
     for cache in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache"):
         HookRegistry.register(f"sglang.srt.mem_cache.{cache}.evict", _evicted, HookType.AFTER)
-    HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applied, HookType.AFTER)
+    HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applying, HookType.AROUND)
     HookRegistry.register("kvcached_dist.physical.PhysicalWorker.perform", _driver_work, HookType.BEFORE)
 
 
-def note(what: str, *numbers: int) -> None:
-    """Append one event. One write of a short line: lines of several processes do not mix."""
-    line = f"{time.monotonic():.6f} {os.getpid()} {what} {' '.join(map(str, numbers))}\n"
+def note(what: str, *numbers: int, at: float = 0.0) -> None:
+    """Append one event, of now or of another time. One write of a short line: those of several processes do not mix."""
+    line = f"{at or time.monotonic():.6f} {os.getpid()} {what} {' '.join(map(str, numbers))}\n"
     file = os.open(FOLDER / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(file, line.encode())
@@ -90,11 +90,15 @@ def _evicted(result: Any, _cache: Any, *_: Any, **__: Any) -> None:
         note("evict", result.num_tokens_evicted)
 
 
-def _applied(entries: Any, coordinator: Any, *_: Any) -> None:
+def _applying(original: Any, coordinator: Any, *arguments: Any, **options: Any) -> Any:
     global _coordinator
+    # An entry is in force somewhere between the two; what others do about it they cannot do before the first.
+    begun = time.monotonic()
+    entries = original(coordinator, *arguments, **options)
     _coordinator = coordinator
     for entry in entries:
-        note(type(entry).__name__, coordinator.world.rank, getattr(entry, "txn", 0))
+        note(type(entry).__name__, coordinator.world.rank, getattr(entry, "txn", 0), at=begun)
+    return entries
 
 
 def _driver_work(_worker: Any, work: Any) -> None:
