@@ -106,28 +106,49 @@ class Model:
         return folder
 
 
+THE_MODEL = "{model}"
+"""In options: the folder of the model that is served."""
+
+_QWEN3_OPTIONS = ("--attention-backend", "triton")
+_DSV4_OPTIONS = (
+    "--skip-server-warmup", "--dsa-topk-backend", "torch", "--max-running-requests", "16", "--chunked-prefill-size",
+    "4096",
+)  # fmt: skip
+_DSV4_SETTINGS = {
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_DSV4_MHC_PREWARM": "0",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "SGLANG_DSA_FUSE_TOPK": "false",
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    "SGLANG_DSV4_FP4_EXPERTS": "0",
+}
+_ONE_DRAFT = (
+    "--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
+)  # fmt: skip
+
 MODELS = {
     model.name: model
     for model in (
-        Model("qwen3", _QWEN3, ("--attention-backend", "triton"), 400_000),
+        Model("qwen3", _QWEN3, _QWEN3_OPTIONS, 400_000),
+        Model("deepseek_v4", _DSV4, _DSV4_OPTIONS, 400_000, _DSV4_SETTINGS),
+        # The model drafts for itself: as many drafts are right as can be, and every one is read from the draft's pools.
         Model(
-            "deepseek_v4",
-            _DSV4,
+            "qwen3_drafts",
+            _QWEN3,
             (
-                "--skip-server-warmup", "--dsa-topk-backend", "torch", "--max-running-requests", "16",
-                "--chunked-prefill-size", "4096",
+                *_QWEN3_OPTIONS, *_ONE_DRAFT, "--speculative-algorithm", "STANDALONE",
+                "--speculative-draft-model-path", THE_MODEL,
             ),
+            200_000,
+        ),
+        Model(
+            "deepseek_v4_mtp",
+            {**_DSV4, "num_nextn_predict_layers": 1},
+            (*_DSV4_OPTIONS, *_ONE_DRAFT, "--speculative-algorithm", "EAGLE"),
             400_000,
-            {
-                "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
-                "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
-                "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
-                "SGLANG_DSV4_MHC_PREWARM": "0",
-                "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-                "SGLANG_DSA_FUSE_TOPK": "false",
-                "SGLANG_OPT_FP8_WO_A_GEMM": "0",
-                "SGLANG_DSV4_FP4_EXPERTS": "0",
-            },
+            _DSV4_SETTINGS,
         ),
     )
 }  # fmt: skip

@@ -22,7 +22,7 @@ import psutil
 
 from kvcached_dist.snapshot import list_engines
 
-from .models import Model
+from .models import THE_MODEL, Model
 
 READY_S = 400.0
 """A first start on a machine builds kernels."""
@@ -94,7 +94,8 @@ class Server:
             sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(path), "--load-format",
             "dummy", "--host", "127.0.0.1", "--port", str(port), "--sampling-backend", "pytorch", "--grammar-backend",
             "none", "--disable-custom-all-reduce", "--mem-fraction-static", "0.9", "--max-total-tokens",
-            str(tokens or model.capacity_tokens), "--random-seed", "7", "--tp", str(tp), *model.options, *options,
+            str(tokens or model.capacity_tokens), "--random-seed", "7", "--tp", str(tp),
+            *(str(path) if option == THE_MODEL else option for option in model.options), *options,
         ]  # fmt: skip
         ours = {
             "ENABLE_KVCACHED": "1",
