@@ -56,6 +56,7 @@ class Agent:
         faults: injected faults, tests only.
         make_fence: records a fence behind launched work; ``None``: work is synchronous.
         on_beat: called about once per beat in the clock thread, for snapshots.
+        scarce_bytes: with less memory left than this, the rank looks often and tells the others at once of more.
         now: the time, in ticks.
 
     Threads: public methods may be called from any thread unless they say otherwise.
@@ -75,6 +76,7 @@ class Agent:
         faults: Faults | None = None,
         make_fence: Callable[[], Fence] | None = None,
         on_beat: Callable[[], None] | None = None,
+        scarce_bytes: int = 0,
         now: Callable[[], Tick] = ticks,
     ) -> None:
         self.rank = rank
@@ -91,9 +93,11 @@ class Agent:
         self._faults: Faults = faults or NoFaults()
         self._injects = faults is not None
         self.marks = Marks(rank, replica, participant, worker, self._faults)
-        self.work = DriverWork(worker, self._faults, self._work_done, timing.beat_s)
         self.fences = Fences(make_fence, self.changed, self._fences_passed)
         self._clock = Clock(timing.beat_s, self.beat, self.tick, self.fences.poll)
+        self.work = DriverWork(
+            worker, self._faults, self._work_done, timing.beat_s, scarce_bytes, self._clock.beat_now
+        )  # fmt: skip
         self._now = now
         self._on_beat = on_beat
         self._awaited: Callable[[], bool] | None = None

@@ -38,9 +38,15 @@ class Clock:
         self._tick = tick
         self._poll = poll
         self._wake = threading.Event()
+        self._beat_is_due = False
 
     def wake(self) -> None:
         """Look around now. Threads: any."""
+        self._wake.set()
+
+    def beat_now(self) -> None:
+        """There is news that the others should not wait for. Threads: any."""
+        self._beat_is_due = True
         self._wake.set()
 
     def loop(self, closing: threading.Event) -> None:
@@ -50,7 +56,8 @@ class Clock:
         pause = FENCE_FIRST_POLL_S / 2
         while not closing.is_set():
             now = time.monotonic()
-            if now >= next_beat:
+            if now >= next_beat or self._beat_is_due:
+                self._beat_is_due = False
                 next_beat = now + self._beat_s
                 self._beat()
             self._tick()

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from .agent_ports import Faults, Worker
 from .coord.core.effects import Work, WorkDone, WorkKind
 
+LOOK_WHILE_SCARCE_S = 0.05
+"""Seconds between two looks at how much memory is left while it is scarce: a neighbour may give some back."""
+
 _POINT_BEFORE = {
     WorkKind.RESERVE: "reserve",
     WorkKind.MAP: "map",
@@ -28,16 +31,30 @@ class DriverWork:
         faults: points that work passes.
         report: told what came of each; called without the agent's lock.
         look_s: seconds between two looks at how much memory is left, which is a driver call too.
+        scarce_bytes: with less than this left, looks are as frequent as :data:`LOOK_WHILE_SCARCE_S`.
+        richer: told when an eighth more is left than the others have last been told; called without the lock.
 
     Threads: :meth:`put` under the agent's lock; the rest without it.
     """
 
-    def __init__(self, worker: Worker, faults: Faults, report: Callable[[WorkDone], None], look_s: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        faults: Faults,
+        report: Callable[[WorkDone], None],
+        look_s: float,
+        scarce_bytes: int,
+        richer: Callable[[], None],
+    ) -> None:
         self.queue: deque[Work] = deque()
         self._worker = worker
         self._faults = faults
         self._report = report
         self._look_s = look_s
+        self._scarce_bytes = scarce_bytes
+        self._richer = richer
+        self._told = 0
+        """Bytes left, as the others have last been told."""
         self._budget = (0, 0)
         """Budget in bytes as the driver last told it, and what was held then."""
         self._ready = threading.Event()
@@ -93,7 +110,11 @@ class DriverWork:
         self._budget = self._worker.budget_bytes(), self._worker.held_bytes()
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that this rank could still create, and bytes that it holds now. No driver call."""
+        """Bytes that this rank could still create, and bytes that it holds now, for the others. No driver call."""
+        self._told, held = self._memory()
+        return self._told, held
+
+    def _memory(self) -> tuple[int, int]:
         budget, held_then = self._budget
         held = self._worker.held_bytes()
         return max(0, budget - (held - held_then)), held
@@ -108,9 +129,20 @@ class DriverWork:
             self._ready.clear()
             self.do()
             if time.monotonic() >= next_look:
-                self.measure()
-                next_look = time.monotonic() + self._look_s
+                next_look = time.monotonic() + self._look()
         self.do()
+
+    def _look(self) -> float:
+        """Look how much memory is left; seconds until the next time.
+
+        A rank that had little and has more says so at once: a growth that was refused would otherwise wait for the next
+        beat after the next look.
+        """
+        self.measure()
+        left, _ = self._memory()
+        if self._told < self._scarce_bytes and left > self._told + self._told // 8:
+            self._richer()
+        return min(self._look_s, LOOK_WHILE_SCARCE_S) if left < self._scarce_bytes else self._look_s
 
     def wake(self) -> None:
         """Let the worker look around, at the end of an agent."""

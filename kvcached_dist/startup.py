@@ -17,6 +17,7 @@ from . import _native
 from .agent import Agent, Fence, ticks
 from .bootstrap import Inbox, await_seat, introduce, open_links
 from .coord.core import epoch as epoch_change
+from .coord.core.demand import SHORT_SHARE
 from .coord.core.entries import PositionKind
 from .coord.core.errors import ConfigError, GroupFailed, RankLost, WaitTimeout
 from .coord.core.leader import Leader
@@ -242,6 +243,7 @@ def _agent(parts: Parts, replica: Replica) -> Agent:
         faults=parts.faults if parts.faults.active else None,
         make_fence=parts.fence,
         on_beat=call_all,
+        scarce_bytes=sum(layout.reservation_bytes for layout in parts.backing.layouts) // SHORT_SHARE,
     )
 
 

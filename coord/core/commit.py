@@ -111,7 +111,8 @@ class Commit:
         leader, txn = self._leader, cast(Transaction, self.txn)
         require(txn.step is TxnStep.RESERVING, "S1", f"ABORT of txn={txn.txn} in {txn.step.name} (rule M3)")
         self._broadcast(Abort)
-        for rank in txn.handles:
+        # What was adopted had been held before, and stays held.
+        for rank in () if txn.adopted else txn.handles:
             self._spend(rank, txn.runs, sign=-1)
         leader.counters.refusals += 1
         leader.backoff.refused(leader.now)
@@ -157,7 +158,8 @@ class Commit:
         match message:
             case Reserved(handles=handles):
                 txn.handles[rank] = handles
-                self._spend(rank, txn.runs)
+                if not txn.adopted:
+                    self._spend(rank, txn.runs)
             case Refused(cause=cause):
                 txn.cause = cause
                 self.abort(cause)

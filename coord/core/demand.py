@@ -128,6 +128,11 @@ class Demand:
             self._taken[domain].note(max(0, self._left[domain] - free), leader.now)
             self._lows[domain].note(free, leader.now)
 
+    def published_inside(self, runs: Iterable[Run]) -> None:
+        """Runs are published between two steps, for an operation: what the step takes of them is its demand too."""
+        for run in runs:
+            self._left[run.domain] += run.count * self._leader.replica.blocks_per_page[run.domain]
+
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
@@ -140,15 +145,24 @@ class Demand:
                 self._peaks[domain].note(blocks, leader.now)
         if leader.commit.txn is not None or not leader.active or leader.quiescent():
             return
-        wanted = {domain: pages for domain in self._domains if (pages := self._background_target(domain)) > 0}
+        wanted = self._background_targets(whole_runs=True)
+        if not self._affordable(wanted):
+            # Domains share the memory of a rank: all of them cannot have whole runs, but what is missing may fit.
+            wanted = self._background_targets(whole_runs=False)
         if wanted:
             self._grow(wanted, None)
 
-    def _background_target(self, domain: DomainId) -> int:
+    def _background_targets(self, *, whole_runs: bool) -> dict[DomainId, int]:
+        targets = ((domain, self._background_target(domain, whole_runs=whole_runs)) for domain in self._domains)
+        return {domain: pages for domain, pages in targets if pages > 0}
+
+    def _background_target(self, domain: DomainId, *, whole_runs: bool = True) -> int:
         absent = self._affordable_pages(domain)
         if self.idle and (exchange := self._leader.reclaim.exchange_pages(domain)):
             return min(exchange, absent)
-        run_pages = 1 if self.idle else self._run_pages(domain)
+        if not self.idle:
+            absent += self._leader.tables[domain].count(PageState.RETAINED)
+        run_pages = self._run_pages(domain) if whole_runs and not self.idle else 1
         return growth_target(self.free_pages(domain), self.low_pages(domain), run_pages, absent)
 
     def _grow(self, wanted: Mapping[DomainId, int], waiting: Foreground | None) -> bool:
@@ -177,18 +191,17 @@ class Demand:
         return True
 
     def _retry_for(self, wanted: Mapping[DomainId, int]) -> Retained | None:
-        """Retained runs that this demand may adopt: all of a batch or none of it."""
-        leader = self._leader
-        for batch in leader.commit.retained:
+        """Retained runs that this demand adopts: all of a batch or none of it.
+
+        A batch that it could fill, or any one of its domains where it cannot be met otherwise: the memory of a batch is
+        held on every rank already.
+        """
+        short = not self._affordable(wanted)
+        for batch in self._leader.commit.retained:
             pages = batch.pages()
             if all(wanted.get(DomainId(domain), 0) >= count for domain, count in pages.items()):
                 return batch
-            lacking = any(
-                leader.tables[domain].count(PageState.ABSENT) < count
-                for domain, count in wanted.items()
-                if domain in pages
-            )
-            if lacking:
+            if short and any(domain in pages for domain in wanted):
                 return batch
         return None
 
@@ -284,19 +297,24 @@ class Demand:
     def low_pages(self, domain: DomainId) -> int:
         """Growth watermark in pages: the reserve, or what one step can take.
 
-        While busy also what a step might have taken lately, and beside the step that is about to run what a step
-        really took, so that the one behind it finds memory without waiting. Both out of memory that is not short: a
-        neighbour is not kept waiting.
+        While busy also :meth:`recent_pages`, so that the step behind the next one finds memory without waiting; out of
+        memory that is not short: a neighbour is not kept waiting.
         """
         leader = self._leader
-        per_page = leader.replica.blocks_per_page[domain]
-        pages = -(-self.step_blocks[domain] // per_page)
-        if not self.idle:
-            recent = -(-self._peaks[domain].blocks // per_page)
-            taken = -(-self._taken[domain].blocks // per_page)
-            more = max(recent - pages, taken)
-            pages += min(more, self._affordable_pages(domain) // SPARE_SHARE) if more > 0 else 0
+        pages = -(-self.step_blocks[domain] // leader.replica.blocks_per_page[domain])
+        if (more := self.recent_pages(domain) - pages) > 0:
+            pages += min(more, self._affordable_pages(domain) // SPARE_SHARE)
         return min(max(leader.policy.reserved_pages_min, pages), leader.tables[domain].pages - 1)
+
+    def recent_pages(self, domain: DomainId) -> int:
+        """What steps were about to take lately, and the next one with what a step really took on top; 0 at idle.
+
+        Whatever memory there is: pages that the next prompt will want again are not given back between two prompts.
+        """
+        if self.idle:
+            return 0
+        blocks = max(self._peaks[domain].blocks, self.step_blocks[domain] + self._taken[domain].blocks)
+        return -(-blocks // self._leader.replica.blocks_per_page[domain])
 
     def free_pages(self, domain: DomainId, *, due: bool = True) -> int:
         """Published free pages; with ``due`` also those that the next mark publishes."""
@@ -304,10 +322,11 @@ class Demand:
         blocks = leader.replica.available(domain) + (leader.due_blocks(domain) if due else 0)
         return blocks // leader.replica.blocks_per_page[domain]
 
-    def lasting_free_pages(self, domain: DomainId) -> int:
-        """Published free pages that no step of the last while has needed; all of them where the card has little left.
+    def returnable_pages(self, domain: DomainId) -> int:
+        """Published free pages that may go while busy: those that no step of the last while has needed.
 
-        A neighbour may be waiting for what is free here, however much of it there is.
+        All of them where the card has little left: a neighbour may be waiting for what is free here, however much of it
+        there is.
         """
         leader = self._leader
         blocks = leader.replica.available(domain)

@@ -189,6 +189,8 @@ class Leader:
         for entry in entries:
             if isinstance(entry, Publish):
                 self.become(entry.runs, PageState.PUBLISHED)
+                if kind is PositionKind.OP:
+                    self.demand.published_inside(entry.runs)
         if kind is PositionKind.STEP and self.active:
             entries.extend(self.reclaim.pick())
         entries.extend(self.demand.changed_capacity())

@@ -137,8 +137,8 @@ class RecentLow:
     def note(self, number: int, now: Tick) -> None:
         """The number at one step."""
         if now >= self._ends:
-            fresh = now < self._ends + self._window
-            self._previous = self._current if fresh else 0
+            # However long ago: where nobody took a step nothing changed.
+            self._previous = self._current
             self._current = number
             self._ends = Tick(now + self._window)
         self._current = min(self._current, number)

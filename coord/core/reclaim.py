@@ -77,11 +77,12 @@ class Reclaim:
         scattered: list[DomainId] = []
         for table in leader.tables:
             domain = table.domain
-            low = leader.demand.low_pages(domain)
-            high = max(leader.policy.reserved_pages_max, low)
-            # Under pressure what is free goes; while busy only what nobody has needed for a while.
             demand = leader.demand
-            free = demand.free_pages(domain, due=False) if pressed else demand.lasting_free_pages(domain)
+            low = demand.low_pages(domain)
+            # Not the growth watermark alone: where memory is short that is lower than what the next prompt will take.
+            high = max(leader.policy.reserved_pages_max, low, demand.recent_pages(domain))
+            # Under pressure what is free goes; while busy only what nobody has needed for a while.
+            free = demand.free_pages(domain, due=False) if pressed else demand.returnable_pages(domain)
             before = len(chosen)
             free_list = leader.replica.free_lists[domain]
             # High runs first, so that low ids stay; at idle long ones first, so that a small reserve is what stays.

@@ -177,15 +177,21 @@ def test_nothing_is_unmapped_before_a_late_stage_has_left_it(staged: Trapped) ->
     long = trap.server.generate(PROMPT[:880], 4)
     with trap.switched("late"), ThreadPoolExecutor(len(prompts) + 2) as pool:
         asked = [pool.submit(trap.server.generate, prompt, 40) for prompt in prompts]
+        leaving = [pool.submit(leave, trap) for _ in range(2)]
+        assert trap.server.generate(PROMPT[:880], 4) == long
+        assert [request.result(timeout=60) for request in asked] == expected
+        for client in leaving:
+            client.result(timeout=60)
         for _ in range(3):
-            leaving = pool.submit(leave, trap)
-            # What the last one has used stays published while requests run.
+            # They keep the engine busy, so that what the first prompt has used stays published for the second. Under
+            # the limit one of them may be alone in a batch that finds nothing: the engine aborts it; a chunk waits.
+            others = [pool.submit(keep_busy, trap, prompt) for prompt in prompts]
             assert trap.server.generate(PROMPT[:880], 4) == long
             chunks = pool.submit(trap.server.generate, PROMPT[:880], 4)
             give_back(trap)
             assert chunks.result(timeout=60) == long
-            leaving.result(timeout=60)
-        assert [request.result(timeout=60) for request in asked] == expected
+            for other in others:
+                other.result(timeout=60)
     assert late_steps(trap) >= LATE_STEPS
     assert well(trap)
     check_order(trap)
@@ -195,6 +201,12 @@ def leave(trap: Trapped) -> None:
     """A client that goes away; its batch does not."""
     with contextlib.suppress(OSError):
         trap.server.generate(PROMPT[:300], 300, timeout_s=0.3)
+
+
+def keep_busy(trap: Trapped, prompt: list[int]) -> None:
+    """A request of which nothing is expected."""
+    with contextlib.suppress(urllib.error.HTTPError):
+        trap.server.generate(prompt, 40)
 
 
 def give_back(trap: Trapped) -> None:

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from .mutants import ALL, UNBROKEN, Mutant
+from .mutant import Mutant
+from .mutants import ALL, UNBROKEN
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -37,9 +37,11 @@ def test_runs_follow_what_is_held_where_demand_outlasts_the_longest_ordinary_one
     assert seen == [1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 6, 6, 7]
     length.relaxed()
     assert length.pages == 1
+    after = []
     for _ in range(6):
         length.grew(1000)
-    assert length.pages == 125, "after four growths of the longest ordinary run"
+        after.append(length.pages)
+    assert after == [2, 4, 4, 4, 4, 125], "after four growths of the longest ordinary run since then"
     for _ in range(3):
         length.grew(0)
     assert length.pages == 125, "never shorter while demand goes on"
@@ -55,8 +57,11 @@ def test_only_what_was_free_for_a_whole_window_counts_as_lasting() -> None:
     low.note(9, Tick(1200))
     assert low.least(9) == 9
     assert low.least(2) == 2, "what is free now is the most"
-    low.note(9, Tick(1500))
-    assert low.least(9) == 0, "nobody looked for longer than a window"
+    low.note(7, Tick(1500))
+    assert low.least(9) == 7, "however long ago the last step was"
+    low.note(9, Tick(1900))
+    low.note(9, Tick(2300))
+    assert low.least(9) == 9
     assert RecentLow(0).least(7) == 7
 
 

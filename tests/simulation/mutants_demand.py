@@ -1,0 +1,89 @@
+"""One-line breaks of the quantities: how much is grown, kept ready and given back, and when."""
+
+
+
+from __future__ import annotations
+
+from .mutant import CORE, Mutant
+
+DEMAND = (
+    Mutant(
+        "recent-demand-is-forgotten",
+        "L1: what a step took lately is not kept ready",
+        CORE + "demand.py",
+        "        if (more := self.recent_pages(domain) - pages) > 0:\n",
+        "        if (more := self.recent_pages(domain) - pages) > 1 << 30:\n",
+    ),
+    Mutant(
+        "gives-back-what-is-free-for-a-moment",
+        "quantities: while busy a run goes although it was needed a moment ago",
+        CORE + "reclaim.py",
+        "if pressed else demand.returnable_pages(domain)\n",
+        "if pressed or demand else demand.returnable_pages(domain)\n",
+    ),
+    Mutant(
+        "what-the-next-prompt-takes-goes",
+        "quantities: the floor of a reclaim is the growth watermark, which short memory lowers",
+        CORE + "reclaim.py",
+        "            high = max(leader.policy.reserved_pages_max, low, demand.recent_pages(domain))\n",
+        "            high = max(leader.policy.reserved_pages_max, low)\n",
+    ),
+    Mutant(
+        "retained-runs-wait-for-a-large-request",
+        "M6: memory is short and what is retained is not adopted",
+        CORE + "demand.py",
+        "        short = not self._affordable(wanted)\n",
+        "        short = False\n",
+    ),
+    Mutant(
+        "an-adopted-batch-is-paid-twice",
+        "S7: the budget of a rank falls by what it holds already",
+        CORE + "commit.py",
+        "                if not txn.adopted:\n",
+        "                if txn:\n",
+    ),
+    Mutant(
+        "whole-runs-or-nothing",
+        "L5: domains that share memory stop growing although what is missing fits",
+        CORE + "demand.py",
+        "            wanted = self._background_targets(whole_runs=False)\n",
+        "            wanted = {}\n",
+    ),
+    Mutant(
+        "long-runs-take-what-is-left",
+        "quantities: a run that follows what is held takes the last memory ahead of demand",
+        CORE + "demand.py",
+        "        return pages if pages <= longest else",
+        "        return pages if pages else",
+    ),
+    Mutant(
+        "what-is-kept-ready-takes-what-is-left",
+        "quantities: what was wanted lately is kept ready out of memory that is short",
+        CORE + "demand.py",
+        "self._affordable_pages(domain) // SPARE_SHARE)\n        return min(max(leader",
+        "self._affordable_pages(domain))\n        return min(max(leader",
+    ),
+    Mutant(
+        "a-neighbour-waits-for-a-window",
+        "quantities: what is free is kept although the card has little left",
+        CORE + "demand.py",
+        "        if self._backable_pages(domain) >= leader.tables[domain].pages // SHORT_SHARE:\n",
+        "        if self._backable_pages(domain) >= 0:\n",
+    ),
+    Mutant(
+        "runs-never-follow-what-is-held",
+        "quantities: a growth costs the same however long demand goes on",
+        CORE + "demand.py",
+        "            longest = max(leader.policy.run_pages_max, self._run_pages(domain))\n",
+        "            longest = leader.policy.run_pages_max\n",
+    ),
+    Mutant(
+        "a-pause-outlives-the-shortage",
+        "L5: a rank that has memory again is not asked",
+        CORE + "leader.py",
+        "            self.backoff.lifted(self.now)\n",
+        "            self.backoff.active(self.now)\n",
+    ),
+)
+
+__all__ = ["DEMAND"]
