@@ -59,9 +59,9 @@ class KnownSettings:
         True,
         "KVCACHED_SGLANG_DSV4_RUNTIME_RESERVATION",
         Switch(),
-        "Subtract pools that SGLang builds for itself beside elastic ones (draft pools, the split FP4 indexer of"
-        " DeepSeek-V4, whatever else is not taken over) from what elastic pools may use, pool by pool with their exact"
-        " bytes. Off: nothing is registered. Without effect where all pools stay native.",
+        "Subtract pools that SGLang builds for itself beside elastic ones (a draft pool that could not be described,"
+        " the split FP4 indexer of DeepSeek-V4, whatever else is not taken over) from what elastic pools may use, pool"
+        " by pool with their exact bytes. Off: nothing is registered. Without effect where all pools stay native.",
         world=True,
     )
     page_size_mb: int = setting_field(
@@ -185,7 +185,7 @@ class ProtocolSettings(KnownSettings):
         64,
         "KVCACHED_DIST_RUN_PAGES_MAX",
         Integer(1, 64, 1 << 20),
-        "Longest run; runs get longer towards it under sustained demand.",
+        "Longest run until growth has lasted; beyond that see KVCACHED_DIST_RUN_SHARE.",
         "pages",
         world=True,
     )

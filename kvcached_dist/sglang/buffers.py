@@ -80,6 +80,11 @@ class Dsv4Buffers:
             self._pages = {page_size: "draft_swa_kv"}
         self._taken: Counter[str] = Counter()
 
+    @property
+    def layers(self) -> int:
+        """Layers that were taken over so far, in all pools."""
+        return self._taken.total()
+
     def page_buffer(self, pool: Any, num_pages: int) -> torch.Tensor:
         """Next layer of a KV pool: SWA, C4 or C128, told apart by the tokens of their pages."""
         name = self._pages.get(pool.page_size)

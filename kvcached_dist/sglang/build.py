@@ -87,11 +87,11 @@ class Building:
 
     def create_latent_buffers(self, original: Any, pool: Any) -> None:
         """``MLATokenToKVPool``: one latent per token and layer. Its variants have classes of their own."""
-        plain = type(pool).__name__ == "MLATokenToKVPool" and not pool.use_dsa
+        plain = type(pool).__name__ == "MLATokenToKVPool" and not (pool.use_dsa or pool.enable_custom_mem_pool)
         if self.drafts.building:
-            self.drafts.create_latents(original, pool, plain and not pool.enable_custom_mem_pool)
+            self.drafts.create_latents(original, pool, plain)
             return
-        if self._runtime.phase is not Phase.AGREED or not plain or pool.enable_custom_mem_pool:
+        if self._runtime.phase is not Phase.AGREED or not plain:
             original(pool)
             return
 

@@ -16,7 +16,8 @@ from . import specs
 if TYPE_CHECKING:
     from ..config import Config
     from ..stream import StreamCoordinator
-    from .lists import RowList, TokenList
+    from .lists import TokenList
+    from .rows import RowList
 
 STEP_SHARE = 64
 """While busy, evictions are logged in parts of at least one in so many of the cached tokens: an entry is a message."""

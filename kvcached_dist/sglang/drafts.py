@@ -40,16 +40,15 @@ class Draft:
     Attributes:
         layers: layers, each with buffers of its own.
         heads: K and V heads of this rank; 0: one latent per token.
-        dims: dimensions of a K head and of a V head; of the latent, and 0; of DeepSeek-V4 its two kinds.
+        dims: dimensions of a K head and of a V head; of the latent, and 0; of a window layer of DeepSeek-V4 those
+            without and with positions.
         dtype: element type that the cache is for.
-        compressed: window layers of DeepSeek-V4, indexed by the target's window ids and as large as its own.
     """
 
     layers: int
     heads: int
     dims: tuple[int, int]
     dtype: torch.dtype
-    compressed: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -114,7 +113,7 @@ def _windows(runner: Any, configurator: Any) -> Draft:
     )
     if mine != target:
         raise ConfigError(f"not supported in a draft model: window layers {mine} beside {target}")
-    return Draft(int(runner.layer_info.num_effective_layers), 0, mine[:2], mine[3], compressed=True)
+    return Draft(int(runner.layer_info.num_effective_layers), 0, mine[:2], mine[3])
 
 
 class Drafts:
@@ -214,14 +213,19 @@ class Drafts:
         self._runtime.reserve(pools, f"{PREFIX}.")
 
     def _stays(self, why: str) -> None:
-        """The engine makes another pool than its draft model promised. Its ids are good in that one as well."""
+        """The engine makes another pool than its draft model promised. Its ids are good in that one as well.
+
+        Layers of DeepSeek-V4 are taken over one by one: those that were taken before stay so.
+        """
         self._building = False
         text = f"{why}; described were {self._runtime.draft}"
         if self._runtime.config.require:
             raise ConfigError(f"KVCACHED_REQUIRE=1, but the draft pool would stay native: {text}")
+        taken = 0 if self._pages is None else self._pages.layers
         _log.warning(
-            "event=pool name=%s elastic=no why=%r note='its elastic share is backed with every page and not used'",
-            PREFIX, text,
+            "event=pool rank=%d name=%s elastic=%s why=%r note='its elastic share is backed with every page; layers"
+            " of it that are used: %d of %d'", self._runtime.parallel.world.rank, PREFIX, "partly" if taken else "no",
+            text, taken, 0 if self._runtime.draft is None else self._runtime.draft.layers,
         )  # fmt: skip
 
     def _backing(self) -> Any:

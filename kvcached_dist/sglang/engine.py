@@ -235,12 +235,24 @@ def pages_per_decode(page_size: int) -> int:
     return -(-(int(sizing.get_alloc_reserve_per_decode()) + page_size - 1) // page_size)
 
 
+def _unserved_dp_attention(configurator: Any, dsv4: bool) -> dict[str, bool]:
+    """Ways of DP attention that no real engine has been served with."""
+    local_control = context("parallel").enable_dp_attention_local_control_broadcast
+    return {
+        "DP attention with pipeline stages": parallel_of(configurator).pp_size > 1,
+        "DP attention with speculative decoding": not configurator.spec_algorithm.is_none(),
+        "DP attention of DeepSeek-V4": dsv4,
+        "DP attention with sliding-window layers": bool(configurator.is_hybrid_swa),
+        "DP attention with control requests broadcast in each group": bool(local_control),
+    }
+
+
 def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
     parallel = parallel_of(configurator)
     memory, schedule = context("memory"), context("schedule")
     unsupported = {
         "several data-parallel replicas": parallel.dp_size > 1 and parallel.attn_dp_size == 1,
-        "DP attention (no real engine has been served with it yet)": parallel.attn_dp_size > 1,
+        **(_unserved_dp_attention(configurator, dsv4) if parallel.attn_dp_size > 1 else {}),
         "context-parallel attention": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "speculative decoding of this kind": not configurator.spec_algorithm.is_none()
         and not _drafts_in_a_chain(configurator, dsv4),

@@ -30,7 +30,8 @@ class DeviceGate:
 
     Every request that ends comes through here, in the engine's own loop, where each operation on a device costs the
     host about ten microseconds. So a call makes two: what may enter is looked up in a table that maps every published
-    id to itself and every other one to the null block. What was wrong is worked out for all calls together, at marks.
+    id to itself and every other one to the null block. Page ids that the engine keeps as int32 take a third one: they
+    go back as they came. What was wrong is worked out for all calls together, at marks.
 
     Args:
         book: which pages are published.
@@ -63,7 +64,7 @@ class DeviceGate:
         self._enters[low:high].fill_(0)
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids, int32 or int64; the null block in place of each that is not published. See :meth:`reported`."""
+        """The ids, int32 or int64 as they came; the null block for each that is not published. See :meth:`reported`."""
         # Not the engine's own tensor from here on: that may be a view of a table whose rows are used again.
         known = ids.clamp(0, self._top)
         self._unseen.append(known)
@@ -92,8 +93,7 @@ class DeviceGate:
         ids = torch.cat(self._unseen) if len(self._unseen) > 1 else self._unseen[0]
         self._unseen = []
         good = (self._enters.index_select(0, ids) == ids) & (ids > 0)
-        # The engine's groups of page ids are int32.
-        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids).amax().long())
+        self._worst = torch.maximum(self._worst, torch.where(good, NONE_BAD, ids).amax())
         if self._report is None:
             self._report = self._copy(self._worst)
         else:

@@ -1,4 +1,4 @@
-"""The engine's own free lists, told which ids exist.
+"""The engine's own free lists of ids, told which ids exist; those of request rows: ``rows.py``.
 
 Allocation and freeing stay with the engine. At a mark a published run is appended to its list and a retired one is
 taken out; after the engine's ``clear`` the list is rebuilt from what is published. Until the engine has built the
@@ -11,10 +11,8 @@ known of the ids arrives later (``census.py``, ``gate.py``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..coord.core.invariants import require
@@ -261,136 +259,4 @@ class TokenList:
         self._census = self._coming = None
 
 
-class RowList:
-    """Free list of request rows: a list of Python integers whose tail is handed out first.
-
-    Free rows are counted by page where they enter and leave the list, so that picking runs does not walk through it.
-
-    Args:
-        name: domain.
-        blocks: rows, the padding row 0 included.
-        blocks_per_page: B.
-        ids: largest row.
-    """
-
-    def __init__(self, name: str, blocks: int, blocks_per_page: int, ids: int) -> None:
-        self.book = PageBook(name, blocks, blocks_per_page, ids)
-        self._pool: Any = None
-        self._rows_of_page = [self.book.ids_of(page, 1).size for page in range(self.book.pages)]
-        self._free_of_page = [0] * self.book.pages
-        self._counted = 0
-
-    def bind(self, pool: Any) -> None:
-        """The engine has built its rows: its list holds published rows only from now on."""
-        self._pool = pool
-        self.rebuild()
-
-    @property
-    def missing(self) -> int:
-        """Rows that are not published: free to the engine's accounts, not in its list."""
-        return self.book.ids - self.book.count
-
-    def rebuild(self) -> None:
-        """After the engine's ``clear``: every published row is free, low ones first."""
-        if self._pool is not None:
-            self._pool.free_slots = self.book.all_ids()[::-1].tolist()
-            self._count()
-
-    def published(self) -> int:
-        """Rows that are backed and usable, free or in use."""
-        return self.book.count
-
-    def available(self) -> int:
-        """Rows that could be handed out now."""
-        return self.book.count if self._pool is None else len(self._pool.free_slots)
-
-    def publish(self, first_page: int, count: int) -> None:
-        """Add the rows of these pages where they are handed out last."""
-        rows = self.book.add(first_page, count)
-        if self._pool is not None:
-            self._pool.free_slots[:0] = rows[::-1].tolist()
-            pages = slice(first_page, first_page + count)
-            self._free_of_page[pages] = self._rows_of_page[pages]
-            self._counted += rows.size
-
-    def retire(self, first_page: int, count: int) -> None:
-        """Take the rows of these pages out.
-
-        Raises:
-            ValueError: not all of them are free.
-        """
-        gone = set(self.book.ids_of(first_page, count).tolist())
-        if self._pool is not None and not gone <= set(self._pool.free_slots):
-            raise ValueError(f"rows of pages {first_page}+{count} are not entirely free")
-        self.book.remove(first_page, count)
-        if self._pool is not None:
-            self._pool.free_slots[:] = [row for row in self._pool.free_slots if row not in gone]
-            self._free_of_page[first_page : first_page + count] = [0] * count
-            self._counted -= len(gone)
-
-    def run_is_free(self, first_page: int, count: int) -> bool:
-        """Whether every row of these pages is published and free."""
-        if self._pool is None:
-            return True
-        if self._counted != len(self._pool.free_slots):
-            self._count()
-        pages = slice(first_page, first_page + count)
-        return self._free_of_page[pages] == self._rows_of_page[pages]
-
-    def sort(self) -> None:
-        """Low rows are handed out first."""
-        if self._pool is not None:
-            self._pool.free_slots.sort(reverse=True)
-
-    def ids_crc(self) -> int:
-        """Checksum of the free rows in their order."""
-        return 0 if self._pool is None else zlib.crc32(np.array(self._pool.free_slots, dtype=np.int64).data)
-
-    def verify(self) -> None:
-        """Rows are known on the host: nothing is ever reported later."""
-
-    def admit(self, rows: Sequence[int]) -> Sequence[int]:
-        """Rows that the engine is about to put into its list; the same ones.
-
-        Raises:
-            InvariantViolation: one of them is not published, or is in the list already.
-        """
-        bad = self.book.first_unpublished(np.array(rows, dtype=np.int64))
-        require(bad is None, "S4", stale(self.book.name, bad))
-        if self._enter(rows):
-            # Counted from what was noticed; what counts is what is in the list.
-            self._count()
-            repeated = self._enter(rows)
-            require(not repeated, "S6", f"domain {self.book.name}: the engine freed a row twice, one of {list(rows)}")
-        return rows
-
-    def handed_out(self, rows: Sequence[int]) -> None:
-        """The engine has taken these rows from its list."""
-        free, per_page = self._free_of_page, self.book.blocks_per_page
-        for row in rows:
-            free[row // per_page] -= 1
-        self._counted -= len(rows)
-
-    def take_checks(self) -> list[RetireCheck]:
-        """Rows are known on the host: there is nothing to confirm."""
-        return []
-
-    def _enter(self, rows: Sequence[int]) -> bool:
-        """Count rows that are about to enter; whether a page has more free rows then than it has rows."""
-        free, most, per_page = self._free_of_page, self._rows_of_page, self.book.blocks_per_page
-        too_many = False
-        for row in rows:
-            page = row // per_page
-            free[page] += 1
-            too_many |= free[page] > most[page]
-        self._counted += len(rows)
-        return too_many
-
-    def _count(self) -> None:
-        """Count anew: the list is another one, or has changed where nobody told."""
-        free = np.array(self._pool.free_slots, dtype=np.int64)
-        self._free_of_page = np.bincount(free // self.book.blocks_per_page, minlength=self.book.pages).tolist()
-        self._counted = free.size
-
-
-__all__ = ["RowList", "TokenList"]
+__all__ = ["TokenList"]

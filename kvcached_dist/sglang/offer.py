@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..config import Config
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What one rank says.
 
@@ -47,10 +47,10 @@ def offer(configurator: Any, sizes: Any, config: Config, missing: Sequence[str],
         scheduler: the engine's scheduler, making its workers; ``None``: not known.
     """
     if missing:
-        return Offer(f"not hooked: {', '.join(missing)}")
+        return Offer(refused=f"not hooked: {', '.join(missing)}")
     refused = engine.refusal(configurator, dsv4_bridge=config.sglang_dsv4_kv_pool_bridge)
     if refused:
-        return Offer(refused)
+        return Offer(refused=refused)
     try:
         tokens = capacity.fitting_tokens(configurator, sizes, config)
         if configurator.spec_algorithm.is_none():
@@ -59,11 +59,12 @@ def offer(configurator: Any, sizes: Any, config: Config, missing: Sequence[str],
             draft = drafts.described(scheduler, configurator)
         except ConfigError as error:
             return Offer(tokens=tokens, native_draft=str(error))
-        return Offer("", tokens, draft, capacity.fitting_tokens(configurator, sizes, config, draft))
+        both = capacity.fitting_tokens(configurator, sizes, config, draft)
+        return Offer(tokens=tokens, draft=draft, tokens_with_draft=both)
     except ConfigError as error:
-        return Offer(str(error))
+        return Offer(refused=str(error))
     except AttributeError as error:
-        return Offer(f"this version of the engine is laid out differently ({error})")
+        return Offer(refused=f"this version of the engine is laid out differently ({error})")
 
 
 def refusals(offers: Sequence[Offer]) -> str:

@@ -28,10 +28,12 @@ from ..stream import EngineList, StreamCoordinator
 from . import capacity, engine, specs
 from .cache_budget import CacheBudget
 from .fence import StreamFence
-from .lists import RowList, TokenList
+from .lists import TokenList
 from .needs import Needs
 from .offer import Offer, common_draft, offer, refusals
+from .request_table import RequestTable
 from .reservations import Reservations
+from .rows import RowList
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -40,9 +42,6 @@ if TYPE_CHECKING:
     from .drafts import Draft
 
 _log = logging.getLogger("kvcached_dist.sglang")
-
-SLICE_ENTRIES = 4 << 20
-"""Entries of the request table that are looked at in one operation."""
 
 EXIT_PRIORITY = 20
 """Before the engine's own resources go."""
@@ -103,7 +102,7 @@ class Runtime:
         self._scheduler: Any = None
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
-        self._rows_used: range = range(0)
+        self._request_table = RequestTable()
         self._reservations: Reservations | None = None
 
     @property
@@ -171,7 +170,7 @@ class Runtime:
         self.phase = Phase.AGREED
         self._configurator, self.sizes, self.draft = configurator, smaller or sizes, draft
         if native_draft:
-            _log.warning("event=pool name=draft elastic=no why=%r", native_draft)
+            _log.warning("event=pool rank=%d name=draft elastic=no why=%r", self.parallel.world.rank, native_draft)
         if smaller is None:
             return None
         _log.warning(
@@ -382,33 +381,19 @@ class Runtime:
         known = getattr(pool, LIST_ATTRIBUTE, None)
         if known is not None:
             known.handed_out(rows)
-        self.rows_used(rows)
-
-    def rows_used(self, rows: Sequence[int]) -> None:
-        """Request rows have been handed out: only those can name ids."""
-        first, end = min(rows), max(rows) + 1
-        used = self._rows_used
-        self._rows_used = range(min(first, used.start), max(end, used.stop)) if used else range(first, end)
+        self._request_table.handed_out(rows)
 
     def _forget_ids(self, retired: Sequence[Run]) -> None:
-        """No stale row may name an id that is gone: kernels read rows past what a request has written."""
+        """No stale row may name an id that is gone."""
         stage = self._coordinator().stage
         index = stage.domain_index(specs.FULL)
         domain = stage.domains[index]
-        used = self._rows_used
-        # The table has rows for thousands of requests; the engine hands out few of them, next to one another.
-        table = self._scheduler.req_to_token_pool.req_to_token[used.start : used.stop]
-        runs = [run for run in retired if run.domain == index]
-        if not runs or not used:
-            return
-        # Made on the device: a copy from here could wait for its stream.
-        gone = torch.zeros(domain.pages, dtype=torch.bool, device=table.device)
-        for run in runs:
-            gone[run.first : run.end].fill_(True)
-        span = domain.blocks_per_page * self._taken().block_tokens(specs.FULL)
-        # In slices: the table can be large, and every operation on it makes a copy of its size.
-        for rows in table.split(max(1, SLICE_ENTRIES // table.shape[1])):
-            rows.masked_fill_(gone[(rows // span).long()], 0)
+        self._request_table.forget(
+            self._scheduler.req_to_token_pool.req_to_token,
+            [run for run in retired if run.domain == index],
+            domain.pages,
+            domain.blocks_per_page * self._taken().block_tokens(specs.FULL),
+        )
 
     # ------------------------------------------------------------------ views, in tokens (rows: in rows)
 

@@ -164,7 +164,7 @@ def test_rows_that_name_what_is_gone_are_cleared_without_waiting(never_waiting: 
     runtime.coordinator = cast(Any, SimpleNamespace(stage=stage))
     runtime._takeover = specs.Takeover(stage, {specs.FULL: 1000})
     runtime._scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
-    runtime.rows_used([0, 3])
+    runtime.handed_out(None, [0, 3])
     runtime._forget_ids([Run(DomainId(0), PageId(3), 2)])
     torch.cuda.set_sync_debug_mode("default")
     assert table.view(-1)[47:81].tolist() == [47, *[0] * 32, 80]

@@ -1,6 +1,7 @@
-"""Tiny models of the other attention families, as folders that the engine can serve: MLA and a sliding-window hybrid.
+"""Tiny models of other attention families, as folders that the engine can serve: MLA, a sliding-window hybrid, and
+one of K and V heads that the engine can serve with DP attention (its Llama cannot).
 
-Both run on the engine's own layers; all their MLPs are dense, because experts have no CPU kernel without AMX.
+All run on the engine's own layers; all their MLPs are dense, because experts have no CPU kernel without AMX.
 """
 
 from __future__ import annotations
@@ -92,6 +93,16 @@ SWA: dict[str, Any] = {
 
 SWA_OPTIONS = (*OPTIONS, "--swa-full-tokens-ratio", "0.5")
 
+QWEN3: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 10000.0,
+}
+
 
 THE_MODEL = "the model itself"
 """In the options of a server: the folder of its model."""
@@ -121,10 +132,19 @@ def write_mla(folder: Path, *, weights: bool = True) -> Path:
 
 def write_swa(folder: Path, *, weights: bool = True) -> Path:
     """A model of four layers, every other one with a sliding window of 64 tokens."""
+    return _write(folder, SWA, _heads(SWA), weights)
+
+
+def write_qwen3(folder: Path, *, weights: bool = True) -> Path:
+    """A model of two layers of K and V heads."""
+    return _write(folder, QWEN3, _heads(QWEN3), weights)
+
+
+def _heads(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, kv_heads, dim = (
-        SWA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    attention = {
+    return {
         "q_proj": (heads * dim, hidden),
         "k_proj": (kv_heads * dim, hidden),
         "v_proj": (kv_heads * dim, hidden),
@@ -132,7 +152,6 @@ def write_swa(folder: Path, *, weights: bool = True) -> Path:
         "k_norm": (dim,),
         "o_proj": (hidden, heads * dim),
     }
-    return _write(folder, SWA, attention, weights)
 
 
 def _write(folder: Path, config: dict[str, Any], attention: dict[str, tuple[int, ...]], weights: bool) -> Path:

@@ -88,17 +88,21 @@ def test_what_is_not_supported_stays_native_and_is_named(
     assert f"rank 0: not supported: {why}" in made.reason
 
 
-def test_an_engine_that_is_laid_out_differently_stays_native(engine_settings: Any, others: list[Any]) -> None:
+@pytest.mark.parametrize("missing", ["spec_algorithm", "layer_info", "pool_page_size"])
+def test_an_engine_that_is_laid_out_differently_stays_native(
+    missing: str, engine_settings: Any, others: list[Any]
+) -> None:
+    """Whether what it lacks is needed to refuse or to count what fits."""
     made = runtime()
     odd = configurator()
-    del odd.spec_algorithm
+    delattr(odd, missing)
     made.agree(odd, sizes())
     assert "laid out differently" in made.reason
-    assert "spec_algorithm" in made.reason
+    assert missing in made.reason
 
 
 def test_one_rank_that_cannot_keeps_the_native_pools_of_all(engine_settings: Any, others: list[Any]) -> None:
-    others.append(Offer("not hooked: a.b.c"))
+    others.append(Offer(refused="not hooked: a.b.c"))
     made = runtime()
     made.agree(configurator(), sizes())
     assert (made.phase, made.reason) == (Phase.NATIVE, "rank 1: not hooked: a.b.c")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvcached_dist.coord.core.errors import ConfigError
-from kvcached_dist.sglang import specs
+from kvcached_dist.sglang import drafts, specs
 from kvcached_dist.sglang.runtime import Phase
-from tests.sglang.models import DSV4
-from tests.sglang.test_drafts import Engine, Served, speculating
+from tests.sglang.drafted import Engine, Served, model_runner, speculating
+from tests.sglang.models import DSV4, LLAMA
 from tests.sglang.test_dsv4_pools import tensors
 
 __all__ = ["speculating"]
@@ -106,10 +107,17 @@ def test_a_window_page_comes_and_goes_with_its_draft_layer(served: Served) -> No
     raise AssertionError(served.mapped())
 
 
+def draft_line(caplog: pytest.LogCaptureFixture) -> str:
+    """What is said of a draft pool that is not the described one."""
+    (line,) = [text for record in caplog.records if "name=draft " in (text := record.getMessage())]
+    return line
+
+
 @pytest.mark.parametrize("require", [False, True])
 def test_a_draft_pool_with_more_layers_stays_native_or_ends_the_start(
-    require: bool, speculating: None, tmp_path: Path, registry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    require: bool, speculating: None, tmp_path: Path, registry: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     from sglang.srt.mem_cache import kv_cache_configurator as module
 
     pool_class = module.DeepSeekV4TokenToKVPool
@@ -130,8 +138,44 @@ def test_a_draft_pool_with_more_layers_stays_native_or_ends_the_start(
         # The first layer was taken over before the second one came.
         (second,) = window_buffers(served)[1:]
         assert served.snapshot("runtime_pools") == {"draft.token_to_kv_pool.swa_kv_pool.kv_buffer": second.nbytes}
+        line = draft_line(caplog)
+        assert line.startswith("event=pool rank=0 name=draft elastic=partly ")
+        assert "layers of it that are used: 1 of 1" in line
     finally:
         served.close()
+
+
+def test_a_draft_pool_with_fewer_layers_is_said_to_be_elastic_in_part(
+    speculating: None, tmp_path: Path, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Compressed(tmp_path)
+    described = SimpleNamespace(**{**vars(made.draft), "layer_info": SimpleNamespace(num_effective_layers=2)})
+    made.scheduler.draft_worker._draft_model_runners = lambda: (described,)
+    served = Served(made, registry, host_capacity_bytes=64 << 20).start()
+    try:
+        assert (len(window_buffers(served)), served.snapshot("runtime_pools")) == (1, {})
+        line = draft_line(caplog)
+        assert line.startswith(
+            "event=pool rank=0 name=draft elastic=partly why='the engine did not create draft_swa_kv"
+        )
+        assert "layers of it that are used: 1 of 2" in line
+    finally:
+        served.close()
+
+
+def test_a_pool_that_is_made_later_has_memory_of_its_own(served: Served) -> None:
+    assert served.snapshot("runtime_pools") == {}
+    later = served.engine.init()
+    kept = sum(buffer.nbytes for buffer in later.token_to_kv_pool.swa_kv_pool.kv_buffer)
+    assert served.snapshot("runtime_pools") == {"draft.token_to_kv_pool.swa_kv_pool.kv_buffer": kept}
+
+
+def test_compressed_attention_in_only_one_of_the_two_is_not_described(engine_settings: Any, tmp_path: Path) -> None:
+    made, other = Compressed(tmp_path), model_runner(tmp_path / "other", LLAMA, draft=True)
+    for draft, target in ((made.draft, other), (other, made.target)):
+        worker = SimpleNamespace(_draft_model_runners=lambda draft=draft: (draft,))
+        with pytest.raises(ConfigError, match="compressed attention in it or in its target, not in both"):
+            drafts.described(SimpleNamespace(draft_worker=worker), target)
 
 
 def test_a_draft_model_with_another_window_stays_native(speculating: None, tmp_path: Path, registry: Any) -> None:
@@ -160,6 +204,19 @@ def test_drafts_beside_online_states_keep_the_native_pools(
         served = Served(Compressed(tmp_path), registry).start()
     assert served.runtime.phase is Phase.NATIVE
     assert "drafts beside online C128 states" in served.runtime.reason
+
+
+def test_the_draft_pool_is_cut_with_its_target(speculating: None, tmp_path: Path, registry: Any) -> None:
+    served = Served(Compressed(tmp_path), registry, host_capacity_bytes=24 << 20, require=True).start()
+    try:
+        window = served.runtime.sizes.swa_max_total_num_tokens
+        assert 0 < window < WINDOW
+        assert served.runtime.sizes.max_total_num_tokens < FULL
+        assert served.snapshot("runtime_pools") == {}
+        sizes = [pools.token_to_kv_pool.swa_kv_pool.size for pools in (served.target, served.draft)]
+        assert sizes == [window, window]
+    finally:
+        served.close()
 
 
 def test_the_capacity_counts_the_draft_layer(speculating: None, tmp_path: Path, registry: Any) -> None:

@@ -13,6 +13,7 @@ from kvcached_dist import World
 from kvcached_dist.sglang import engine
 from kvcached_dist.sglang.engine import Group
 from kvcached_dist.sglang.runtime import Mark
+from tests.sglang.test_agreement import configurator
 
 
 def parallel(rank: int, *, tp: int, dp: int, pp: int) -> Any:
@@ -88,3 +89,47 @@ def test_on_a_later_stage_marks_stay_with_the_work_of_their_group(engine_setting
     registry.apply_hooks()
     assert receiver._split_work_and_control_reqs([flush, mark]) == ([mark], [flush])
     assert receiver._split_work_and_control_reqs([flush]) == ([], [flush])
+
+
+def with_dp_attention(*, pp: int = 1, **changes: Any) -> Any:
+    """What the engine is about to size, with two groups."""
+    placed = parallel(0, tp=4, dp=2, pp=pp)
+    vars(placed).update(dp_size=2, attn_cp_size=1, attn_dcp_size=1)
+    return configurator(ps=placed, **changes)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_dp_attention_of_heads_and_of_latents_is_elastic(latent: bool, engine_settings: Any) -> None:
+    assert engine.refusal(with_dp_attention(use_mla_backend=latent), dsv4_bridge=True) is None
+
+
+def test_dp_attention_of_deepseek_v4_stays_native(engine_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "is_dsv4", lambda _configurator: True)
+    said = engine.refusal(with_dp_attention(), dsv4_bridge=True)
+    assert said == "not supported: DP attention of DeepSeek-V4"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"pp": 2}, "with pipeline stages"),
+        ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "with speculative decoding"),
+        ({"is_hybrid_swa": True}, "with sliding-window layers"),
+    ],
+)
+def test_dp_attention_that_was_never_served_stays_native(
+    change: dict[str, Any], why: str, engine_settings: Any
+) -> None:
+    made = with_dp_attention(**change)
+    if made.is_hybrid_swa:
+        made.model_config.full_attention_layer_ids = [0]
+    assert f"DP attention {why}" in (engine.refusal(made, dsv4_bridge=True) or "")
+
+
+def test_dp_attention_with_a_control_channel_for_each_group_stays_native(
+    engine_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, local = engine.context, SimpleNamespace(enable_dp_attention_local_control_broadcast=True)
+    monkeypatch.setattr(engine, "context", lambda name: local if name == "parallel" else settings(name))
+    said = engine.refusal(with_dp_attention(), dsv4_bridge=True) or ""
+    assert "control requests broadcast in each group" in said

@@ -13,7 +13,8 @@ from kvcached_dist import InvariantViolation
 from kvcached_dist.sglang.census import CopyFactory, HostCopy
 from kvcached_dist.sglang.fence import StreamFence
 from kvcached_dist.sglang.gate import UNSEEN_MAX
-from kvcached_dist.sglang.lists import RowList, TokenList
+from kvcached_dist.sglang.lists import TokenList
+from kvcached_dist.sglang.rows import RowList
 from kvcached_dist.sglang.runtime import LIST_ATTRIBUTE
 from tests.sglang.conftest import undone
 from tests.sglang.late import Late
@@ -268,6 +269,15 @@ def test_an_id_freed_while_it_was_published_is_good_although_its_run_goes(device
     device.known.verify()
 
 
+def test_an_id_freed_before_it_was_published_is_bad_although_its_run_comes(device: Device) -> None:
+    device.free(torch.tensor([40 * device.page_size]))
+    device.known.publish(5, 1)
+    device.known.verify()
+    device.late.pass_time()
+    with pytest.raises(InvariantViolation, match="id 40"):
+        device.known.verify()
+
+
 def test_what_was_freed_is_looked_at_as_it_was_although_the_engine_writes_over_it(device: Device) -> None:
     row = device.alloc(1).clone()
     bad = torch.full_like(row, 40 * device.page_size)
@@ -296,6 +306,12 @@ def test_ids_may_be_int32(device: Device) -> None:
     device.late.pass_time()
     with pytest.raises(InvariantViolation, match="id 40"):
         device.known.verify()
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_what_may_enter_has_the_type_of_what_came(kind: torch.dtype, device: Device) -> None:
+    entering = device.known.admit(torch.tensor([3, 40], dtype=kind))
+    assert (entering.dtype, entering.tolist()) == (kind, [3, 0])
 
 
 def test_a_bad_id_behind_a_report_that_is_on_its_way_is_reported_next(device: Device) -> None:

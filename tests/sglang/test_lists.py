@@ -1,14 +1,13 @@
-"""Free lists against the engine's own allocator and row classes."""
+"""Free lists against the engine's own allocators."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from kvcached_dist.sglang.lists import RowList, TokenList
+from kvcached_dist.sglang.lists import TokenList
 from kvcached_dist.sglang.runtime import LIST_ATTRIBUTE
 
 TOKENS = 64
@@ -132,92 +131,3 @@ def test_equal_lists_have_equal_checksums_and_order_matters(page_size: int, engi
     assert first.ids_crc() == second.ids_crc()
     one.free_pages = one.free_pages.flip(0)
     assert first.ids_crc() != second.ids_crc()
-
-
-def test_request_rows(engine_settings: Any) -> None:
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-
-    pool = ReqToTokenPool(8, 32, "cpu", False)
-    known = RowList("rows", 9, 1, 8)
-    known.publish(0, 3)
-    known.bind(pool)
-    assert known.available() == pool.available_size() == 2
-    assert pool.alloc_rows(3) is None
-    assert pool.alloc_rows(2) == [2, 1], "low rows first: the tail is handed out"
-    known.publish(3, 2)
-    assert not known.run_is_free(1, 1)
-    pool.free_rows([1, 2])
-    known.retire(4, 1)
-    known.sort()
-    assert pool.alloc_rows(3) == [3, 2, 1]
-    assert known.missing == 8 - 3
-
-
-def rows_in_force(registry: Any, rows: int, per_page: int) -> tuple[Any, RowList]:
-    """The engine's rows with all of ours published, and the hooks of the plugin."""
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.plugins.hook_registry import HookType
-
-    from kvcached_dist.config import Config
-    from kvcached_dist.sglang.plugin import Plugin
-
-    Plugin(Config.preset("tests")).register(registry, HookType)
-    registry.apply_hooks()
-    pool = ReqToTokenPool(rows, 32, "cpu", False)
-    known = RowList("rows", -(-(rows + 1) // per_page) * per_page, per_page, rows)
-    known.publish(0, known.book.pages)
-    known.bind(pool)
-    setattr(pool, LIST_ATTRIBUTE, known)
-    return pool, known
-
-
-@pytest.mark.parametrize("per_page", [1, 4])
-def test_free_rows_are_counted_as_they_come_and_go(
-    per_page: int, engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, known = rows_in_force(registry, 30, per_page)
-    monkeypatch.setattr(known, "_count", lambda: pytest.fail("the whole list was walked through"))
-    pages = range(1, known.book.pages)  # page 0 stays
-    chance = random.Random(per_page)
-    gone: set[int] = set()
-    taken: list[int] = []
-    for _ in range(600):
-        match chance.randrange(5):
-            case 0:
-                taken += pool.alloc_rows(chance.randrange(3)) or []
-            case 1 if taken:
-                pool.free_rows([taken.pop(chance.randrange(len(taken))) for _ in range(min(2, len(taken)))])
-            case 2 if free := [page for page in pages if known.run_is_free(page, 1)]:
-                gone.add(page := chance.choice(free))
-                known.retire(page, 1)
-            case 3 if gone:
-                known.publish(gone.pop(), 1)
-            case 4:
-                known.sort()
-        for page in pages:
-            rows = set(known.book.ids_of(page, 1).tolist())
-            assert known.run_is_free(page, 1) == (page not in gone and not rows & set(taken))
-    assert len(pool.free_slots) + len(taken) == known.published()
-
-
-def test_a_list_that_changed_where_nobody_told_is_counted_anew(engine_settings: Any, registry: Any) -> None:
-    pool, known = rows_in_force(registry, 8, 3)
-    assert known.run_is_free(1, 2)
-    pool.free_slots.remove(5)
-    assert not known.run_is_free(1, 1)
-    assert known.run_is_free(2, 1)
-    pool.free_rows([5])
-    assert known.run_is_free(1, 2)
-    pool.clear()
-    assert known.run_is_free(0, 3)
-
-
-def test_a_row_that_is_freed_twice_is_found(engine_settings: Any, registry: Any) -> None:
-    from kvcached_dist.coord.core.errors import InvariantViolation
-
-    pool, known = rows_in_force(registry, 8, 1)
-    (row,) = pool.alloc_rows(1)
-    known.admit([row])
-    pool.free_slots.append(row)
-    with pytest.raises(InvariantViolation, match=f"S6 violated: domain rows: the engine freed a row twice.*{row}"):
-        known.admit([row])

@@ -15,8 +15,9 @@ from kvcached_dist.coord.core.entries import Entry, Evict, Growable, Publish, Re
 from kvcached_dist.coord.core.types import DomainId, PageId, Run, Txn
 from kvcached_dist.pools.specs import DomainSpec, StageSpec
 from kvcached_dist.sglang import specs
-from kvcached_dist.sglang.lists import RowList, TokenList
+from kvcached_dist.sglang.lists import TokenList
 from kvcached_dist.sglang.plugin import Plugin
+from kvcached_dist.sglang.rows import RowList
 from kvcached_dist.sglang.runtime import Mark, Phase
 
 PAGE = 16

@@ -1,7 +1,5 @@
 """One-line breaks of the quantities: how much is grown, kept ready and given back, and when."""
 
-
-
 from __future__ import annotations
 
 from .mutant import CORE, Mutant
