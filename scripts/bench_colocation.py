@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -47,7 +48,7 @@ def main() -> int:
     loads = [read(path, arguments, seed) for seed, path in enumerate((arguments.first, arguments.second))]
     report = measure.describe("colocation", "scripts/bench_colocation.py")
     report |= {"model": model.name, "tp": arguments.tp, "kv_bytes_per_rank": int(arguments.memory * GIB)}
-    report["requests"] = [len(requests) for requests in loads]
+    report |= {"requests": [len(requests) for requests in loads], "rounds": []}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         servers = launch(model, arguments, Path(folder), len(loads))
         try:
@@ -55,21 +56,17 @@ def main() -> int:
             for server in everyone:
                 server.ready()
             with measure.turn(arguments.turn, everyone):
-                for kind in KINDS:
-                    with contextlib.ExitStack() as others:
-                        for server in everyone:
-                            if server not in servers[kind]:
-                                others.enter_context(server.paused())
-                        report[kind] = serve(kind, servers[kind], loads, arguments)
+                for number in range(arguments.rounds):
+                    report["rounds"].append(one_round(servers, loads, arguments, KINDS[:: 1 if number % 2 else -1]))
                     if arguments.json:
                         Path(arguments.json).write_text(json.dumps(report) + "\n")
         finally:
             for server in (server for of_kind in servers.values() for server in of_kind):
                 server.stop()
-    show(Console(width=120, highlight=False), report)
+    show(Console(width=150, highlight=False), report)
     if arguments.plot:
         plot(arguments.plot, report)
-    return 1 if any(report[kind]["errors"] for kind in KINDS) else 0
+    return 1 if any(found[kind]["errors"] for found in report["rounds"] for kind in KINDS) else 0
 
 
 def launch(model: Model, arguments: argparse.Namespace, folder: Path, engines: int) -> dict[str, list[Server]]:
@@ -99,6 +96,23 @@ def read(path: str, arguments: argparse.Namespace, seed: int) -> list[Request]:
         prompt = random_prompt(choose, min(entry.prompt_tokens, arguments.longest))
         tokens = min(entry.output_tokens, arguments.most)
         found.append(Request(entry.arrival_us / 1e6 / arguments.speed, prompt, tokens))
+    return found
+
+
+def one_round(
+    servers: dict[str, list[Server]],
+    loads: Sequence[Sequence[Request]],
+    arguments: argparse.Namespace,
+    order: Sequence[str],
+) -> dict[str, Any]:
+    """Both ways one after the other, each while the engines of the other way are stopped."""
+    found = {}
+    for kind in order:
+        with contextlib.ExitStack() as others:
+            for other in KINDS:
+                for server in servers[other] if other != kind else ():
+                    others.enter_context(server.paused())
+            found[kind] = serve(kind, servers[kind], loads, arguments)
     return found
 
 
@@ -164,28 +178,36 @@ def show(console: Console, report: dict[str, Any]) -> None:
         table.add_column(heading, justify="right")
     for number in (0, 1):
         for kind in KINDS:
-            client = report[kind]["client"][number]
+            clients = [found[kind]["client"][number] for found in report["rounds"]]
             keys = ("served", "failed", "seconds", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")
-            table.add_row(str(number), kind, *(f"{client.get(key, 0):.6g}" for key in keys))
+            table.add_row(str(number), kind, *(spread([client.get(key, 0) for client in clients]) for key in keys))
     console.print(table)
-    for kind in KINDS:
-        console.print(kind, report[kind]["counters"], report[kind]["errors"], report[kind]["logs"])
+    for found in report["rounds"]:
+        for kind in KINDS:
+            console.print(kind, found[kind]["counters"], found[kind]["errors"], found[kind]["logs"])
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, and least to most where they differ."""
+    least, most = min(values), max(values)
+    middle = f"{statistics.median(values):.4g}"
+    return middle if least == most else f"{middle} ({least:.4g} to {most:.4g})"
 
 
 def plot(path: str, report: dict[str, Any]) -> None:
-    """Memory of the elastic engines and time to the first token, over time."""
+    """Memory of the elastic engines and time to the first token, over time; of the last round."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True, constrained_layout=True)
-    half = report["kv_bytes_per_rank"] / 2 / GIB
+    half, last = report["kv_bytes_per_rank"] / 2 / GIB, report["rounds"][-1]
     for number in (0, 1):
-        series = report["elastic"]["mapped"][number]
+        series = last["elastic"]["mapped"][number]
         axes[0].plot([when for when, _ in series], [used / GIB for _, used in series], label=f"engine {number}")
         for kind, mark in (("static", "x"), ("elastic", ".")):
-            raw = report[kind]["raw"][number]
+            raw = last[kind]["raw"][number]
             axes[1 + number].plot([sent for sent, _, _ in raw], [first for _, first, _ in raw], mark, label=kind)
         axes[1 + number].set(ylabel=f"engine {number}: TTFT, s", yscale="log")
         axes[1 + number].legend()
@@ -205,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--second", required=True, help="trace of the second engine")
     parser.add_argument("--seconds", type=float, default=45.0, help="how much of the traces is played")
     parser.add_argument("--speed", type=float, default=1.0, help="the traces' times are divided by this")
+    parser.add_argument("--rounds", type=int, default=2, help="times that both ways are measured, in changing order")
     parser.add_argument("--longest", type=int, default=8000, help="longest prompt, tokens")
     parser.add_argument("--most", type=int, default=200, help="most tokens to generate")
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")

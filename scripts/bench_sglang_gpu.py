@@ -3,6 +3,7 @@
 
     scripts/bench_sglang_gpu.py --models qwen3,deepseek_v4 --rounds 2 --json docs/benchmarks/data/sglang-h200.json
     scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --tp 2
+    scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --together --rounds 30 --requests 120
 
 For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
 asked. First both answer the same requests: greedy tokens must be equal, and how far their log probabilities differ is
@@ -10,7 +11,7 @@ shown. Then the same load goes to one and the other in turn, in changing order, 
 prefix cache is flushed after each, so that the elastic pools grow from nothing every time. Rounds of the same kind
 differ by the noise of the machine, which comes in waves: what is compared are the two loads of one round, which follow
 each other, and the ratios of all rounds give a median and its 95 % interval (bootstrap). Many short rounds say more
-than few long ones.
+than few long ones. With ``--together`` both are asked at the same time instead (:mod:`serving.race`).
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -28,7 +29,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import measure
+from serving import measure, race
 from serving.load import random_requests
 from serving.models import MODELS, Model
 from serving.server import Server
@@ -124,6 +125,10 @@ def rounds(
     number = arguments.requests or (96 if slow else 640)
     for turn in range(arguments.rounds + 1):
         requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
+        if arguments.together:
+            both = race.run(servers, requests, parallel, swapped=turn % 2 == 1)
+            yield from both.items() if turn else ()
+            continue
         order = list(servers)[:: 1 if turn % 2 else -1]
         for kind, other in zip(order, reversed(order), strict=True):
             with servers[other].paused():
@@ -150,12 +155,19 @@ def show(console: Console, title: str, found: dict[str, Any]) -> None:
         f" {same['largest_logprob_difference']:.2g}; errors {same['errors_at_once']}"
     )
     for run in found["runs"]["elastic"]:
-        memory, stalls = run["memory"], run["counters"].get("grow_foreground", 0)
-        console.print(
-            f"elastic: idle {mib(memory['idle'])}, peak {mib(memory['peak'])}, after {mib(memory['after'])} MiB;"
-            f" 95 % back after {memory['returned_95_s'] and round(memory['returned_95_s'], 2)} s;"
-            f" {stalls} foreground growths in {run['steps']} steps; {run['counters']}"
-        )
+        console.print(f"elastic: {memory_of(run)}{run['counters']}")
+
+
+def memory_of(run: dict[str, Any]) -> str:
+    """What became of memory in a load of its own; nothing is known of loads side by side."""
+    if "memory" not in run:
+        return ""
+    memory, stalls = run["memory"], run["counters"].get("grow_foreground", 0)
+    return (
+        f"idle {mib(memory['idle'])}, peak {mib(memory['peak'])}, after {mib(memory['after'])} MiB;"
+        f" 95 % back after {memory['returned_95_s'] and round(memory['returned_95_s'], 2)} s;"
+        f" {stalls} foreground growths in {run['steps']} steps; "
+    )
 
 
 def mib(values: list[int]) -> str:
@@ -172,6 +184,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
+    parser.add_argument("--together", action="store_true", help="ask both servers at the same time")
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")

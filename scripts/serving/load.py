@@ -145,6 +145,21 @@ def summary(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
+def summary_until(answers: Sequence[Answer], ended: float) -> dict[str, float]:
+    """Like :func:`summary`, of what happened until second ``ended``, with the requests that were done by then.
+
+    ``tokens_per_s`` counts the tokens of unfinished ones too; a piece of a stream is one token, or as many on average
+    as the whole answer has per piece.
+    """
+    done = [answer for answer in answers if answer.error or answer.chunks[-1] <= ended]
+    found = summary(done)
+    good = [answer for answer in answers if not answer.error]
+    produced = sum(answer.tokens * sum(at <= ended for at in answer.chunks) / len(answer.chunks) for answer in good)
+    if good and ended > 0:
+        found |= {"seconds": ended, "requests_per_s": found["served"] / ended, "tokens_per_s": produced / ended}
+    return found
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which ``share`` of them lie."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

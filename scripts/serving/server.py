@@ -151,14 +151,25 @@ class Server:
         finally:
             self._signal(signal.SIGCONT)
 
+    def pin(self, cpus: Sequence[int]) -> None:
+        """All its threads run on these processors from now on, and those that they start."""
+        for member in (self.process.pid, *(member.pid for member in self._members())):
+            with contextlib.suppress(FileNotFoundError):
+                for thread in os.listdir(f"/proc/{member}/task"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(thread), cpus)
+
     def _signal(self, number: signal.Signals) -> None:
-        try:
-            members = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            members = []
-        for member in (*members, self.process):
+        for member in (*self._members(), self.process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
+
+    def _members(self) -> list[psutil.Process]:
+        """Processes that the launcher has started, with theirs."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     # ------------------------------------------------------------------ requests
 
