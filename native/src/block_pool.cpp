@@ -15,6 +15,11 @@ constexpr std::int64_t kBlocksMax = 1LL << 36;  // NOLINT(bugprone-signed-bitwis
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
+// Bits [first, first + count) of a word; count is 1 to 64.
+std::uint64_t mask_of(std::size_t first, std::size_t count) {
+  return (~std::uint64_t{0} >> (kWordSize - count)) << first;
+}
+
 std::int64_t checked_blocks(std::int64_t pages, std::int64_t blocks_per_page) {
   if (pages < 1 || blocks_per_page < 1) {
     throw std::invalid_argument("a block pool needs pages >= 1 and blocks_per_page >= 1, got " + std::to_string(pages) +
@@ -87,7 +92,7 @@ void BlockPool::mark_page(std::int64_t page, bool free) {
   while (block < end) {
     const std::int64_t bit = block % kWordBits;
     const std::int64_t length = std::min(kWordBits - bit, end - block);
-    const std::uint64_t mask = (~std::uint64_t{0} >> index(kWordBits - length)) << index(bit);
+    const std::uint64_t mask = mask_of(index(bit), index(length));
     std::uint64_t& word = free_bits_[index(block / kWordBits)];
     word = free ? word | mask : word & ~mask;
     block += length;
@@ -174,49 +179,71 @@ bool BlockPool::alloc(std::span<std::int64_t> blocks) {
   return true;
 }
 
-// Pages of one block: the free pages are the free blocks, lowest first.
+// Pages of one block: the free pages are the free blocks, lowest first. Neighbours are taken together, in plain loops,
+// so that a long run costs little more than its stores.
 void BlockPool::take_single(std::span<std::int64_t> blocks) {
   if (blocks.empty()) return;
   Bitmap& free_pages = *by_count_[1];
-  std::size_t word = free_pages.lowest() / kWordSize;
-  for (std::size_t taken = 0; taken < blocks.size();) {
-    std::uint64_t rest = free_pages.word(word);
-    const std::uint64_t before = rest;
-    for (; rest != 0 && taken < blocks.size(); rest &= rest - 1) {
-      const std::size_t block = (word * kWordSize) + static_cast<std::size_t>(std::countr_zero(rest));
-      free_counts_[block] = 0;
-      blocks[taken++] = static_cast<std::int64_t>(block);
+  while (!blocks.empty()) {
+    const std::size_t word = free_pages.lowest() / kWordSize;
+    const std::uint64_t before = free_pages.word(word);
+    std::uint64_t rest = before;
+    while (rest != 0 && !blocks.empty()) {
+      const auto bit = static_cast<std::size_t>(std::countr_zero(rest));
+      const std::size_t count = std::min(static_cast<std::size_t>(std::countr_one(rest >> bit)), blocks.size());
+      const std::size_t first = (word * kWordSize) + bit;
+      for (std::size_t i = 0; i < count; ++i) blocks[i] = static_cast<std::int64_t>(first + i);
+      std::fill_n(&free_counts_[first], count, 0);
+      rest &= ~mask_of(bit, count);
+      blocks = blocks.subspan(count);
     }
     free_bits_[word] = rest;
     free_pages.clear_word(word, before & ~rest);
-    if (taken < blocks.size()) word = free_pages.lowest() / kWordSize;
   }
   if (free_pages.lowest() == Bitmap::kNone) counts_in_use_.clear(1);
 }
 
+// How many of these ids are in use, may be freed and are neighbours in ascending order inside one word of the bitmap;
+// 0: not even the first may be freed.
+std::size_t BlockPool::freeable_neighbours(std::span<const std::int64_t> blocks) const {
+  const std::int64_t first = blocks[0];
+  if (first < 0 || first >= pages_) return 0;
+  std::size_t most = std::min({blocks.size(), kWordSize - (index(first) % kWordSize), index(pages_ - first)});
+  if (pinned_ >= first) most = std::min(most, index(pinned_ - first));
+  std::size_t count = 0;
+  while (count < most && blocks[count] == first + static_cast<std::int64_t>(count)) ++count;
+  const std::span counts = std::span(free_counts_).subspan(index(first), count);
+  return static_cast<std::size_t>(std::ranges::find_if(counts, [](auto free) { return free != 0; }) - counts.begin());
+}
+
 void BlockPool::free_single(std::span<const std::int64_t> blocks) {
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const std::int64_t block = blocks[i];
-    if (block >= 0 && block < pages_ && free_counts_[index(block)] == 0 && block != pinned_) {
-      free_counts_[index(block)] = 1;
-      continue;
-    }
-    const std::string complaint = complaint_about(block);
-    for (const std::int64_t undo : blocks.first(i)) free_counts_[index(undo)] = 0;
-    throw std::invalid_argument(complaint + "; nothing was freed");
-  }
-  if (blocks.empty()) return;
-  Bitmap& free_pages = *by_count_[1];
   for (std::size_t i = 0; i < blocks.size();) {
-    const std::size_t word = index(blocks[i] / kWordBits);
-    std::uint64_t mask = 0;
-    for (; i < blocks.size() && index(blocks[i] / kWordBits) == word; ++i) {
-      mask |= std::uint64_t{1} << index(blocks[i] % kWordBits);
+    const std::size_t count = freeable_neighbours(blocks.subspan(i));
+    if (count == 0) {
+      const std::string complaint = complaint_about(blocks[i]);
+      for (const std::int64_t undo : blocks.first(i)) mark_single(index(undo), 1, false);
+      throw std::invalid_argument(complaint + "; nothing was freed");
     }
+    mark_single(index(blocks[i]), count, true);
+    i += count;
+  }
+}
+
+// Neighbours inside one word of the bitmap are free from now on, or in use.
+void BlockPool::mark_single(std::size_t first, std::size_t count, bool free) {
+  const std::size_t word = first / kWordSize;
+  const std::uint64_t mask = mask_of(first % kWordSize, count);
+  Bitmap& free_pages = *by_count_[1];
+  std::fill_n(&free_counts_[first], count, free ? 1 : 0);
+  if (free) {
     free_bits_[word] |= mask;
     free_pages.set_word(word, mask);
+    counts_in_use_.set(1);
+  } else {
+    free_bits_[word] &= ~mask;
+    free_pages.clear_word(word, mask);
+    if (free_pages.lowest() == Bitmap::kNone) counts_in_use_.clear(1);
   }
-  counts_in_use_.set(1);
 }
 
 void BlockPool::pin(std::int64_t block) {

@@ -47,6 +47,8 @@ class BlockPool {
   [[nodiscard]] std::string complaint_about(std::int64_t block) const;
   void take_single(std::span<std::int64_t> blocks);
   void free_single(std::span<const std::int64_t> blocks);
+  [[nodiscard]] std::size_t freeable_neighbours(std::span<const std::int64_t> blocks) const;
+  void mark_single(std::size_t first, std::size_t count, bool free);
   void set_free_count(std::int64_t page, std::int32_t count);
   void mark_page(std::int64_t page, bool free);
   std::int64_t* take_from(std::int64_t page, std::int64_t* out, const std::int64_t* end);
