@@ -11,7 +11,8 @@ shown. Then the same load goes to one and the other in turn, in changing order, 
 prefix cache is flushed after each, so that the elastic pools grow from nothing every time. Rounds of the same kind
 differ by the noise of the machine, which comes in waves: what is compared are the two loads of one round, which follow
 each other, and the ratios of all rounds give a median and its 95 % interval (bootstrap). Many short rounds say more
-than few long ones. With ``--together`` both are asked at the same time instead (:mod:`serving.race`).
+than few long ones. With ``--together`` both are asked at the same time instead (:mod:`serving.race`);
+``--skip-s`` leaves out the seconds in which pools grow from nothing.
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -19,6 +20,7 @@ than few long ones. With ``--together`` both are asked at the same time instead 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -29,9 +31,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import measure, race
+from serving import measure
 from serving.load import random_requests
 from serving.models import MODELS, Model
+from serving.race import Race
 from serving.server import Server
 
 EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
@@ -123,18 +126,20 @@ def rounds(
     slow = model.name.startswith("deepseek_v4")
     parallel = 16 if slow else 32
     number = arguments.requests or (96 if slow else 640)
-    for turn in range(arguments.rounds + 1):
-        requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
-        if arguments.together:
-            both = race.run(servers, requests, parallel, swapped=turn % 2 == 1)
-            yield from both.items() if turn else ()
-            continue
-        order = list(servers)[:: 1 if turn % 2 else -1]
-        for kind, other in zip(order, reversed(order), strict=True):
-            with servers[other].paused():
-                run = measure.loaded(servers[kind], requests, parallel)
-            if turn:
-                yield kind, run
+    with contextlib.ExitStack() as stack:
+        race = stack.enter_context(Race.between(servers)) if arguments.together else None
+        for turn in range(arguments.rounds + 1):
+            requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
+            if race is not None:
+                both = race.run(requests, parallel, swapped=turn % 2 == 1, from_s=arguments.skip_s if turn else 0)
+                yield from both.items() if turn else ()
+                continue
+            order = list(servers)[:: 1 if turn % 2 else -1]
+            for kind, other in zip(order, reversed(order), strict=True):
+                with servers[other].paused():
+                    run = measure.loaded(servers[kind], requests, parallel)
+                if turn:
+                    yield kind, run
 
 
 def show(console: Console, title: str, found: dict[str, Any]) -> None:
@@ -185,6 +190,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
     parser.add_argument("--together", action="store_true", help="ask both servers at the same time")
+    parser.add_argument(
+        "--skip-s", type=float, default=0.0, help="seconds of a load that do not count, with --together: steady state"
+    )
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")

@@ -145,18 +145,21 @@ def summary(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def summary_until(answers: Sequence[Answer], ended: float) -> dict[str, float]:
-    """Like :func:`summary`, of what happened until second ``ended``, with the requests that were done by then.
+def summary_between(answers: Sequence[Answer], begin: float, end: float) -> dict[str, float]:
+    """Like :func:`summary`, of the requests that were sent and done between these seconds of the load.
 
-    ``tokens_per_s`` counts the tokens of unfinished ones too; a piece of a stream is one token, or as many on average
-    as the whole answer has per piece.
+    ``tokens_per_s`` counts what other requests produced in that time, too: a piece of a stream is one token, or as many
+    on average as the whole answer has per piece.
     """
-    done = [answer for answer in answers if answer.error or answer.chunks[-1] <= ended]
-    found = summary(done)
+    inside = [answer for answer in answers if answer.error or (begin <= answer.sent and answer.chunks[-1] <= end)]
+    found = summary(inside)
     good = [answer for answer in answers if not answer.error]
-    produced = sum(answer.tokens * sum(at <= ended for at in answer.chunks) / len(answer.chunks) for answer in good)
-    if good and ended > 0:
-        found |= {"seconds": ended, "requests_per_s": found["served"] / ended, "tokens_per_s": produced / ended}
+    produced = sum(
+        answer.tokens * sum(begin <= at <= end for at in answer.chunks) / len(answer.chunks) for answer in good
+    )
+    if good and end > begin:
+        seconds = end - begin
+        found |= {"seconds": seconds, "requests_per_s": found["served"] / seconds, "tokens_per_s": produced / seconds}
     return found
 
 

@@ -2,15 +2,16 @@
 
 What disturbs a virtual machine disturbs both alike, so the ratio of what they did in the same seconds says more than
 that of two loads one after the other. Each server has half of the processors, and its client runs there too; halves are
-swapped from round to round. The card is shared: both take longer than alone.
+swapped from round to round. The card is shared: both take longer than alone, and driver calls wait for its time slices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -19,7 +20,62 @@ from .load import Answer, Request
 from .server import Server
 
 START_AFTER_S = 0.3
-"""Until both clients are ready."""
+"""Until both clients have their requests."""
+
+
+class Race:
+    """Two servers, and a client process for each.
+
+    Args:
+        servers: two of them, by kind.
+        clients: the processes.
+    """
+
+    def __init__(self, servers: Mapping[str, Server], clients: ProcessPoolExecutor) -> None:
+        self._servers = servers
+        self._clients = clients
+
+    @classmethod
+    @contextlib.contextmanager
+    def between(cls, servers: Mapping[str, Server]) -> Iterator[Race]:
+        """Clients that live as long as the body."""
+        # Not forked: this process may have threads.
+        with ProcessPoolExecutor(len(servers), multiprocessing.get_context("spawn")) as clients:
+            yield cls(servers, clients)
+
+    def run(
+        self, requests: Sequence[Request], parallel: int, *, swapped: bool, from_s: float = 0.0
+    ) -> dict[str, dict[str, Any]]:
+        """One load on each server at once, then a flush of each.
+
+        Args:
+            requests: what each of them is asked.
+            parallel: requests in flight at each of them.
+            swapped: which half of the processors belongs to which.
+            from_s: seconds at the beginning that do not count.
+
+        Returns:
+            By kind, what the client saw until the first of the two had answered everything, and what the leader
+            counted.
+        """
+        before = {kind: server.counters() for kind, server in self._servers.items()}
+        begin = time.time() + START_AFTER_S
+        asked = {}
+        for (kind, server), cpus in zip(self._servers.items(), halves(swapped), strict=True):
+            server.pin(cpus)
+            asked[kind] = self._clients.submit(_client, server.port, list(requests), parallel, cpus, begin)
+        answers = {kind: future.result() for kind, future in asked.items()}
+        ended = min(max((answer.chunks[-1] for answer in of if answer.chunks), default=0.0) for of in answers.values())
+        found = {}
+        for kind, of_kind in answers.items():
+            self._servers[kind].flush()
+            after = self._servers[kind].counters()
+            found[kind] = {
+                "client": load.summary_between(of_kind, from_s, ended),
+                "errors": [answer.error for answer in of_kind if answer.error][:5],
+                "counters": {name: after[name] - before[kind].get(name, 0) for name in after},
+            }
+        return found
 
 
 def halves(swapped: bool) -> list[list[int]]:
@@ -27,42 +83,6 @@ def halves(swapped: bool) -> list[list[int]]:
     cpus = sorted(os.sched_getaffinity(0))
     parts = [cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]]
     return parts[::-1] if swapped else parts
-
-
-def run(
-    servers: Mapping[str, Server], requests: Sequence[Request], parallel: int, swapped: bool
-) -> dict[str, dict[str, Any]]:
-    """One load on each server at once, then a flush of each.
-
-    Args:
-        servers: two of them, by kind.
-        requests: what each of them is asked.
-        parallel: requests in flight at each of them.
-        swapped: which half of the processors belongs to which.
-
-    Returns:
-        By kind, what the client saw until the first of the two had answered everything, and the leader's counters.
-    """
-    begin = time.time() + START_AFTER_S
-    before = {kind: server.counters() for kind, server in servers.items()}
-    # Not forked: this process may have threads.
-    with ProcessPoolExecutor(len(servers), multiprocessing.get_context("spawn")) as clients:
-        asked = {}
-        for (kind, server), cpus in zip(servers.items(), halves(swapped), strict=True):
-            server.pin(cpus)
-            asked[kind] = clients.submit(_client, server.port, list(requests), parallel, cpus, begin)
-        answers = {kind: future.result() for kind, future in asked.items()}
-    ended = min(max((answer.chunks[-1] for answer in of if answer.chunks), default=0.0) for of in answers.values())
-    found = {}
-    for kind, of_kind in answers.items():
-        servers[kind].flush()
-        after = servers[kind].counters()
-        found[kind] = {
-            "client": load.summary_until(of_kind, ended),
-            "errors": [answer.error for answer in of_kind if answer.error][:5],
-            "counters": {name: after[name] - before[kind].get(name, 0) for name in after},
-        }
-    return found
 
 
 def _client(port: int, requests: list[Request], parallel: int, cpus: list[int], begin: float) -> list[Answer]:
