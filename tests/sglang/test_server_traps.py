@@ -173,7 +173,6 @@ LATE_ROUNDS = 8
 """Most rounds until a retirement falls into the moment when the stages are that far apart."""
 
 
-@pytest.mark.full
 def test_nothing_is_unmapped_before_a_late_stage_has_left_it(staged: Trapped) -> None:
     trap = staged
     prompts = [PROMPT[start : start + 60] for start in range(0, 80, 20)]
