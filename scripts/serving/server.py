@@ -111,6 +111,8 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+            # Servers stand side by side and start at the same time: one card is fuller than the other meanwhile.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **model.settings,
             **(ours if elastic else {}),
             **(settings or {}),
