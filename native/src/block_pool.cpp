@@ -15,9 +15,10 @@ constexpr std::int64_t kBlocksMax = 1LL << 36;  // NOLINT(bugprone-signed-bitwis
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
-// Bits [first, first + count) of a word; count is 1 to 64.
+// Bits [first, first + count) of a word; first is below 64.
 std::uint64_t mask_of(std::size_t first, std::size_t count) {
-  return (~std::uint64_t{0} >> (kWordSize - count)) << first;
+  if (count == 0) return 0;
+  return (~std::uint64_t{0} >> (kWordSize - std::min(count, kWordSize))) << first;
 }
 
 std::int64_t checked_blocks(std::int64_t pages, std::int64_t blocks_per_page) {
