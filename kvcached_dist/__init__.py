@@ -1,6 +1,6 @@
 """kvcached_dist: elastic KV cache memory in agreement across tensor- and pipeline-parallel ranks.
 
-``Coordinator`` is the public class; see the README for the map of the modules.
+``Coordinator`` and ``StreamCoordinator`` are the public classes; see the README for the map of the modules.
 
 Importing this package imports neither torch nor the native module: names are resolved on first use, so that
 settings, errors and the protocol core are usable where those are not wanted.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from .pools.specs import DomainSpec, ModelSpec, PoolSpec, StageSpec
+    from .stream import StreamCoordinator
     from .world import World
 
 _HOME = {
@@ -42,6 +43,7 @@ _HOME = {
     "PoolSpec": "pools.specs",
     "StageSpec": "pools.specs",
     "StepReport": "coordinator",
+    "StreamCoordinator": "stream",
     "World": "world",
     **dict.fromkeys(
         (
@@ -92,6 +94,7 @@ __all__ = [
     "RankLost",
     "StageSpec",
     "StepReport",
+    "StreamCoordinator",
     "WaitTimeout",
     "World",
     "__version__",

@@ -57,6 +57,7 @@ class Agent:
         make_fence: records a fence behind launched work; ``None``: work is synchronous.
         on_beat: called about once per beat in the clock thread, for snapshots.
         scarce_bytes: with less memory left than this, the rank looks often and tells the others at once of more.
+        page_bytes: bytes of the smallest page of a domain: less than that is no news.
         now: the time, in ticks.
 
     Threads: public methods may be called from any thread unless they say otherwise.
@@ -77,6 +78,7 @@ class Agent:
         make_fence: Callable[[], Fence] | None = None,
         on_beat: Callable[[], None] | None = None,
         scarce_bytes: int = 0,
+        page_bytes: int = 0,
         now: Callable[[], Tick] = ticks,
     ) -> None:
         self.rank = rank
@@ -96,7 +98,7 @@ class Agent:
         self.fences = Fences(make_fence, self.changed, self._fences_passed)
         self._clock = Clock(timing.beat_s, self.beat, self.tick, self.fences.poll)
         self.work = DriverWork(
-            worker, self._faults, self._work_done, timing.beat_s, scarce_bytes, self._clock.beat_now
+            worker, self._faults, self._work_done, timing.beat_s, (scarce_bytes, page_bytes), self._clock.beat_now
         )  # fmt: skip
         self._now = now
         self._on_beat = on_beat
@@ -219,15 +221,16 @@ class Agent:
     def on_link_down(self, peer: Rank, down: LinkDown) -> None:
         """A link has ended. Threads: the link's reader or writer."""
         with self.changed:
-            if self._closing.is_set():
-                return
-            if self.leader is not None:
-                self.leader.on_link_down(peer, down.reason, eof=down.eof, now=self._now())
-            elif peer not in self.links.left and self.ending.lost is None:
-                kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
-                self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
-            self.links.left.add(peer)
-            self._handle(lambda: None)
+            if not self._closing.is_set():
+                self._handle(lambda: self._link_down(peer, down))
+
+    def _link_down(self, peer: Rank, down: LinkDown) -> None:
+        if self.leader is not None:
+            self.leader.on_link_down(peer, down.reason, eof=down.eof, now=self._now())
+        elif peer not in self.links.left and self.ending.lost is None:
+            kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
+            self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
+        self.links.left.add(peer)
 
     def _deliver(self, peer: Rank, message: Message) -> None:
         if isinstance(message, Bye):
@@ -412,9 +415,8 @@ class Agent:
 
     def beat(self) -> None:
         """Tell the others that this rank lives, and what it holds. Threads: the clock's."""
-        budget, held = self.work.memory()
         with self.changed:
-            self._handle(lambda: self._beat_locked(budget, held))
+            self._handle(self._beat_locked)
         self._publish()
 
     def _publish(self) -> None:
@@ -427,7 +429,9 @@ class Agent:
             _log.exception("event=snapshot_failed rank=%d; no further one is tried", self.rank)
             self._on_beat = None
 
-    def _beat_locked(self, budget: int, held: int) -> None:
+    def _beat_locked(self) -> None:
+        # Under the lock: an answer about memory that goes out in between would be overtaken by an older number.
+        budget, held = self.work.memory()
         participant = self.participant
         beat = Beat(self.epoch, budget, held, participant.handles, self.step_done, participant.quiet_txn())
         if self.leader is not None:

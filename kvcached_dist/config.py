@@ -146,14 +146,31 @@ class Config(MachineSettings):
         Args:
             changed_only: leave out what is at the library's default.
         """
-        sources = dict(self.sources)
         lines = []
         for attribute, setting in SETTINGS.items():
-            value = getattr(self, attribute)
-            source = sources.get(attribute, "default" if value == DEFAULTS[attribute] else "argument")
+            value, source = getattr(self, attribute), self.origin(attribute)
             if source != "default" or not changed_only:
                 lines.append(f"{setting.name}={shown(value)}{' ' + setting.unit if setting.unit else ''} ({source})")
         return "\n".join(lines)
+
+    def origin(self, attribute: str) -> str:
+        """Where the value of a field comes from: ``environment``, ``argument``, ``preset ...`` or ``default``."""
+        default = "default" if getattr(self, attribute) == DEFAULTS[attribute] else "argument"
+        return dict(self.sources).get(attribute, default)
+
+    def announce(self, rank: int) -> None:
+        """Say in the log of a starting rank what is in force, after the level of the library's logger was set.
+
+        The level is touched only where ``KVCACHED_LOG_LEVEL`` was given: the logging of an application is its own,
+        and a default must not change it.
+
+        Args:
+            rank: world rank that starts.
+        """
+        if self.origin("log_level") != "default":
+            logging.getLogger(__package__).setLevel(self.log_level)
+        changed = self.describe(changed_only=True).splitlines()
+        _log.info("event=settings rank=%d %s", rank, "; ".join(changed) or "all at their defaults")
 
 
 SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""The public class: elastic pools of one rank, in agreement with every other rank."""
+"""The coordinator that hands out block ids: elastic pools of one rank, in agreement with every other rank."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class DriverWork:
         faults: points that work passes.
         report: told what came of each; called without the agent's lock.
         look_s: seconds between two looks at how much memory is left, which is a driver call too.
-        scarce_bytes: with less than this left, looks are as frequent as :data:`LOOK_WHILE_SCARCE_S`.
-        richer: told when an eighth more is left than the others have last been told; called without the lock.
+        scarce: bytes below which looks are as frequent as :data:`LOOK_WHILE_SCARCE_S`, and bytes that are news then.
+        richer: told when an eighth more is left than the others have last been told, and news; called without the lock.
 
     Threads: :meth:`put` under the agent's lock; the rest without it.
     """
@@ -43,7 +43,7 @@ class DriverWork:
         faults: Faults,
         report: Callable[[WorkDone], None],
         look_s: float,
-        scarce_bytes: int,
+        scarce: tuple[int, int],
         richer: Callable[[], None],
     ) -> None:
         self.queue: deque[Work] = deque()
@@ -51,7 +51,7 @@ class DriverWork:
         self._faults = faults
         self._report = report
         self._look_s = look_s
-        self._scarce_bytes = scarce_bytes
+        self._scarce_bytes, self._news_bytes = scarce
         self._richer = richer
         self._told = 0
         """Bytes left, as the others have last been told."""
@@ -107,7 +107,8 @@ class DriverWork:
 
         Threads: never the clock's: while the driver is busy for long, a rank still has to beat.
         """
-        self._budget = self._worker.budget_bytes(), self._worker.held_bytes()
+        with self._turn:  # in a world of one the scheduler creates and releases meanwhile
+            self._budget = self._worker.budget_bytes(), self._worker.held_bytes()
 
     def memory(self) -> tuple[int, int]:
         """Bytes that this rank could still create, and bytes that it holds now, for the others. No driver call."""
@@ -140,7 +141,7 @@ class DriverWork:
         """
         self.measure()
         left, _ = self._memory()
-        if self._told < self._scarce_bytes and left > self._told + self._told // 8:
+        if self._told < self._scarce_bytes and left - self._told > max(self._told // 8, self._news_bytes - 1):
             self._richer()
         return min(self._look_s, LOOK_WHILE_SCARCE_S) if left < self._scarce_bytes else self._look_s
 

@@ -107,7 +107,6 @@ class Stats:
         reclaim: completed reclaims.
         reclaim_cancelled: retirements taken back before anything was unmapped.
         reclaim_restored: reclaims undone after a failed unmap.
-        reclaimed_pages: pages given back.
         misses: operations on this rank that found no memory.
         queries: queries about missing answers.
         stage_lag_steps_max: largest lag of this rank behind the leader when it applied a RETIRE.
@@ -122,7 +121,6 @@ class Stats:
     reclaim: Durations
     reclaim_cancelled: int
     reclaim_restored: int
-    reclaimed_pages: int
     misses: int
     queries: int
     stage_lag_steps_max: int
@@ -147,7 +145,6 @@ def stats(coordinator: Observed, agent: Agent, leader: Leader | None) -> Stats:
         reclaim=Durations.of(reclaimed),
         reclaim_cancelled=counts[Verdict.CANCELLED],
         reclaim_restored=counts[Verdict.RESTORED],
-        reclaimed_pages=sum(item.pages for item in reclaimed),
         misses=coordinator.misses,
         queries=queries,
         stage_lag_steps_max=agent.fences.lag_steps_max,
@@ -168,7 +165,6 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
     world, failure = coordinator.world, coordinator.failure
     with agent.changed:
         retained = agent.participant.held.runs(RunState.MAPPED, RunState.PARTIAL)
-        reserved = agent.participant.held.runs(RunState.RESERVED, RunState.UNMAPPED)
         events = list(agent.ending.events)[-LOG_TAIL:]
     return SnapshotState(
         schema=1,
@@ -182,7 +178,7 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
         epoch=agent.epoch,
         step=agent.step_done,
         failure=None if failure is None else str(failure),
-        pools=_pools(coordinator, retained, reserved),
+        pools=_pools(coordinator, retained),
         domains=_domains(coordinator, agent),
         counters=_counters(coordinator, agent, leader),
         device={
@@ -196,7 +192,7 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
     )
 
 
-def _pools(coordinator: Observed, retained: list[Run], reserved: list[Run]) -> dict[str, PoolState]:
+def _pools(coordinator: Observed, retained: list[Run]) -> dict[str, PoolState]:
     backing, stage = coordinator.backing, coordinator.stage
     held, mapped = backing.held_bytes(), backing.mapped_bytes()
     retained_bytes = backing.expected_bytes(retained) if retained else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -89,6 +90,7 @@ class Parts:
             ConfigError: the stage cannot be backed by this device; nothing is left behind.
         """
         backing = StageBacking.open(device, stage, page_bytes=config.page_size_mb << 20)
+        name = config.ipc_name or unique_name()
         try:
             return cls(
                 world=world,
@@ -96,11 +98,11 @@ class Parts:
                 config=config,
                 device=device,
                 backing=backing,
-                physical=_physical(world, device, config, backing),
+                physical=_physical(world, device, config, backing, name),
                 participant=Participant(Rank(world.rank), FIRST_EPOCH, len(stage.pools)),
                 faults=Injector(faults, world.rank, config.fault_journal),
                 fence=fence or _default_fence(device),
-                name=config.ipc_name or unique_name(),
+                name=name,
                 make_lists=make_lists,
             )
         except BaseException:
@@ -155,8 +157,13 @@ def query_interval_s(config: Config) -> float:
     return min(1.0, config.growth_deadline_s)
 
 
-def policy_of(config: Config) -> Policy:
-    """The leader's settings, in its own units."""
+def policy_of(config: Config, name: str = "") -> Policy:
+    """The leader's settings, in its own units.
+
+    Args:
+        config: all settings.
+        name: of the engine; engines of the same settings on one card must not pause in step.
+    """
 
     def ticks_of(seconds: float) -> int:
         return round(seconds * 1e6)
@@ -173,16 +180,22 @@ def policy_of(config: Config) -> Policy:
         reserved_pages_min=config.min_reserved_pages,
         reserved_pages_max=config.max_reserved_pages,
         rejoin=config.on_rank_lost == "rejoin",
-        seed=config.seed,
+        seed=_seed(config, name),
     )
 
 
-def _physical(world: World, device: Device, config: Config, backing: StageBacking) -> PhysicalWorker:
+def _seed(config: Config, name: str) -> int:
+    return zlib.crc32(f"{config.seed} {name}".encode())
+
+
+def _physical(world: World, device: Device, config: Config, backing: StageBacking, name: str) -> PhysicalWorker:
     # A host device of its own is nobody else's: no turns to take, nothing to leave free.
     private = device.private
     turn = None
     if not private:
-        turn = AdmissionTurn(config.physical_growth_lock_dir, device.card_id, seed=config.seed + world.rank)
+        turn = AdmissionTurn(
+            config.physical_growth_lock_dir, device.card_id, seed=_seed(config, f"{name} {world.rank}")
+        )
     return PhysicalWorker(
         rank=Rank(world.rank),
         device=device,

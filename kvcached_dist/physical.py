@@ -169,8 +169,9 @@ class PhysicalWorker:
             return self._cause(outcome)
         free = self.free_bytes()
         if free < self._reserve_bytes:
-            self.backing.abort(work.txn)
             detail = "another process took memory outside its admission turn"
+            if (kept := self._cause(self.backing.abort(work.txn))) is not None:
+                detail += f"; what was created for it could not be given back: {kept.detail}"
             return Cause(CauseKind.EXHAUSTED, self.rank, detail, required, free, self._reserve_bytes)
         return None
 

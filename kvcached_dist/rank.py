@@ -92,7 +92,7 @@ class RankCoordinator(ABC, Generic[D]):
         self.domains = self._make_domains()
         if self._writer is None:
             self._writer = observe.open_writer(self)
-            parts.on_beat.append(self._publish_snapshot)
+            parts.on_beat.append(self._beaten)
         startup.begin(parts)
         self._epoch_begun()
         self._publish_snapshot()
@@ -265,8 +265,14 @@ class RankCoordinator(ABC, Generic[D]):
         """What ``kvcached-dist status`` shows of this rank."""
         return observe.snapshot(self, self._agent, self._leader)
 
-    def _publish_snapshot(self) -> None:
+    def _beaten(self) -> None:
+        """In the clock thread, with every beat."""
         self.faults.collect()
+        # Asked before the snapshot is put together: beats may come much more often than anybody reads.
+        if self._writer is not None and self._writer.due():
+            self._publish_snapshot()
+
+    def _publish_snapshot(self) -> None:
         if self._writer is not None and not self._closed:
             self._writer.publish(self.snapshot())
 

@@ -93,7 +93,7 @@ class SnapshotWriter:
             state_dir: directory of the snapshot files.
             name: engine name, used exactly.
             rank: world rank.
-            interval_s: snapshots closer together than this are not written.
+            interval_s: how long after a snapshot the next one is due.
 
         Raises:
             ConfigError: a running process owns the name, or the directory cannot be used.
@@ -115,26 +115,24 @@ class SnapshotWriter:
         return writer
 
     def due(self) -> bool:
-        """Whether the next :meth:`publish` would write; asked before an expensive state is put together."""
+        """Whether the last snapshot is old enough; asked before an expensive state is put together."""
         return self._fd >= 0 and time.monotonic() >= self._next_due
 
-    def publish(self, state: SnapshotState | Mapping[str, object], *, force: bool = False) -> bool:
-        """Replaces the snapshot that readers see.
+    def publish(self, state: SnapshotState | Mapping[str, object]) -> bool:
+        """Replaces the snapshot that readers see, due or not.
 
         Args:
             state: what to say. The keys that name the owner (schema, name, rank, pid, started, updated) are
                 filled in.
-            force: write although the interval has not passed, for a last word before a failure.
 
         Returns:
-            Whether it was written; ``False`` after :meth:`close`, too early, or in a forked child.
+            Whether it was written; ``False`` after :meth:`close` and in a forked child.
 
         Raises:
             ValueError: larger than a file holds even without its log lines.
         """
-        now = time.monotonic()
         with self._publishing:
-            if self._fd < 0 or os.getpid() != self._pid or (now < self._next_due and not force):
+            if self._fd < 0 or os.getpid() != self._pid:
                 return False
             payload = self._payload(state)
             # Odd: readers wait. A reader checks the crc too, so the order of the stores need not be strict.
@@ -143,7 +141,7 @@ class SnapshotWriter:
             self._map[HEADER.size : HEADER.size + len(payload)] = payload
             self._sequence += 2
             SEQUENCE.pack_into(self._map, SEQUENCE_OFFSET, self._sequence)
-            self._next_due = now + self._interval_s
+            self._next_due = time.monotonic() + self._interval_s
         return True
 
     def _payload(self, state: Mapping[str, object]) -> bytes:

@@ -18,13 +18,14 @@ so a pool holds ``mapped_bytes + reserved_bytes`` of physical memory. For every 
     growable        what every rank could still back
 
 so ``published - free - 1`` blocks are in use, whoever allocates them. ``runtime_pools`` are bytes per pool that the
-engine keeps for itself on this device beside elastic ones: subtracted from what these may use.
+engine keeps for itself on this device beside elastic ones: subtracted from what these may use. Where nothing is elastic
+``native_because`` says why, ``runtime_pools`` are all the engine has built, and there is no more than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, TypedDict
+from typing import Final, NotRequired, TypedDict
 
 SCHEMA: Final = 1
 """Number of this schema; goes up when a key changes its meaning."""
@@ -93,6 +94,7 @@ class SnapshotState(TypedDict):
     counters: CounterState
     device: DeviceState
     runtime_pools: dict[str, int]
+    native_because: NotRequired[str]
     log: list[str]
 
 

@@ -73,6 +73,7 @@ def assemble(
     """
     if world.size > 1 and store is None:
         raise ConfigError(f"store=None: a world of {world.size} ranks needs a TCPStore that all of them can reach")
+    config.announce(world.rank)
     parts = Parts.make(world, stage, device, config, faults, fence, make_lists)
     try:
         if store is not None and world.size > 1:
@@ -244,6 +245,9 @@ def _agent(parts: Parts, replica: Replica) -> Agent:
         make_fence=parts.fence,
         on_beat=call_all,
         scarce_bytes=sum(layout.reservation_bytes for layout in parts.backing.layouts) // SHORT_SHARE,
+        page_bytes=min(
+            filter(None, (parts.stage.page_bytes(domain.name) for domain in parts.stage.domains)), default=0
+        ),
     )
 
 
@@ -256,7 +260,7 @@ def _leader(parts: Parts, replica: Replica, handles: Mapping[Rank, tuple[int, ..
         parts.leader.begin_epoch(parts.epoch, replica, peers, now)
         return parts.leader
     pages = [blocks // size for blocks, size in zip(parts.blocks, parts.blocks_per_page, strict=True)]
-    return Leader(parts.epoch, policy_of(parts.config), replica, pages, peers, now)
+    return Leader(parts.epoch, policy_of(parts.config, parts.name), replica, pages, peers, now)
 
 
 def _wait_until(agent: Agent, reached: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -43,7 +43,7 @@ DIGEST_INTERVAL_S = 1.0
 """A mark without entries is sent this often, so that ranks that differ are found."""
 
 _GIVING_BACK = (TxnStep.UNMAPPING, TxnStep.RESTORING, TxnStep.RELEASING)
-"""Steps of a reclaim that cannot be cancelled; a growth comes behind them and nobody waits for it."""
+"""Steps of a reclaim that cannot be cancelled. A growth comes behind them; only what runs already waits for it."""
 
 
 class EngineList(FreeList, Protocol):
@@ -168,7 +168,9 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
 
     # ------------------------------------------------------------------ the stream
 
-    def decide(self, wanted: Mapping[str, int], *, idle: bool) -> tuple[bytes, ...]:
+    def decide(
+        self, wanted: Mapping[str, int], *, idle: bool, running: Mapping[str, int] | None = None
+    ) -> tuple[bytes, ...]:
         """Decide what the broadcast that follows at once carries. Rank 0 only.
 
         Grows in the foreground where less than ``wanted`` is published and free while every rank could back more.
@@ -176,6 +178,8 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         Args:
             wanted: W, the largest allocation until the next possible mark, in blocks per domain.
             idle: the engine has nothing to do: memory is given back down to the reserve.
+            running: the part of ``wanted`` that the engine takes for requests which run already. What is new can wait
+                for memory that is just being given back; a request that runs and finds nothing is ended.
 
         Returns:
             Frames for the broadcast; empty: nothing to say.
@@ -183,7 +187,8 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         Raises:
             GroupFailed: the coordinator has failed.
 
-        Blocks: not while ``wanted`` is free; otherwise for one growth, at most its deadline. Never for a reclaim.
+        Blocks: not while ``wanted`` is free; otherwise for one growth, at most its deadline. For driver calls that give
+            memory back only where less than ``running`` is free, and within the same deadline.
         """
         agent, leader = self._agent, self._leader
         if leader is None:
@@ -194,7 +199,7 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             leader.demand.idle = idle
             for name, blocks in wanted.items():
                 leader.demand.step_blocks[self.domains[name].index] = blocks
-            short = self._reachable(leader, wanted)
+            short = self._reachable(leader, wanted, running or {})
             if not short:
                 return self._mark(leader)
             waiting = leader.demand.wait_for(short)
@@ -206,19 +211,47 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             self.misses += waiting.verdict is not True
             return self._mark(leader)
 
-    def _reachable(self, leader: Leader, wanted: Mapping[str, int]) -> dict[DomainId, int]:
-        """What one growth can bring ``wanted`` closer to, per domain that is short."""
-        if leader.commit.txn is not None and leader.commit.txn.step in _GIVING_BACK:
+    @staticmethod
+    def _gives_back(leader: Leader) -> bool:
+        """Whether a reclaim is in a step that cannot be cancelled."""
+        return leader.commit.txn is not None and leader.commit.txn.step in _GIVING_BACK
+
+    def _reachable(self, leader: Leader, wanted: Mapping[str, int], running: Mapping[str, int]) -> dict[DomainId, int]:
+        """Free blocks to wait for, per domain that is short: what one growth can bring ``wanted`` closer to.
+
+        Where the memory of all ranks does not reach for ``wanted`` in all domains together, first of all ``running``.
+        """
+        lacking = self._lacking(leader, wanted)
+        if not lacking:
             return {}
-        short: dict[DomainId, int] = {}
-        for name, blocks in wanted.items():
+        runs = self._lacking(leader, running)
+        if self._gives_back(leader):
+            lacking = runs
+        fitting = leader.demand.fitting(lacking)
+        if fitting != lacking and runs:
+            fitting = leader.demand.fitting(runs)
+        return self._levels(leader, fitting)
+
+    def _lacking(self, leader: Leader, blocks: Mapping[str, int]) -> dict[DomainId, int]:
+        """Pages that are missing and that one growth could bring, for each domain by itself."""
+        pages: dict[DomainId, int] = {}
+        for name, count in blocks.items():
             domain = DomainId(self.domains[name].index)
-            free = leader.replica.available(domain) + leader.due_blocks(domain)
-            if free < blocks:
-                most = free + leader.demand.growable_pages(domain) * leader.replica.blocks_per_page[domain]
-                if most > free:
-                    short[domain] = min(blocks, most)
-        return short
+            missing = count - self._free(leader, domain)
+            if missing > 0 and (growable := leader.demand.growable_pages(domain)) > 0:
+                pages[domain] = min(-(-missing // leader.replica.blocks_per_page[domain]), growable)
+        return pages
+
+    def _levels(self, leader: Leader, pages: Mapping[DomainId, int]) -> dict[DomainId, int]:
+        """Free blocks once so many pages more are published."""
+        return {
+            domain: self._free(leader, domain) + count * leader.replica.blocks_per_page[domain]
+            for domain, count in pages.items()
+        }
+
+    @staticmethod
+    def _free(leader: Leader, domain: DomainId) -> int:
+        return leader.replica.available(domain) + leader.due_blocks(domain)
 
     def _mark(self, leader: Leader) -> tuple[bytes, ...]:
         """Close the log here; under the agent's lock, in the call that broadcasts (rule M5)."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from .entries import Publish, Quarantine, Reclaimed, Retire
 from .invariants import require
-from .ledger import CLOSED_MAX, LEADER, Closed
+from .ledger import CLOSED_MAX, Closed
 from .messages import (
     Abort,
     Drained,
@@ -97,14 +97,19 @@ class Commit:
             txn.tries = retry.tries
         self._broadcast(lambda epoch, number: Reserve(epoch, number, runs))
 
-    def open_reclaim(self, runs: tuple[Run, ...], *, retained: bool) -> Retire:
-        """Begin to give back ``runs``; the entry belongs into the mark that is being built."""
+    def open_reclaim(self, runs: tuple[Run, ...], retained: Retained | None = None) -> Retire:
+        """Begin to give back ``runs``; the entry belongs into the mark that is being built.
+
+        Args:
+            runs: what goes.
+            retained: the batch whose runs they are, if they were never published.
+        """
         self._leader.become(runs, PageState.RETIRING)
-        if retained:
-            self.retained = [batch for batch in self.retained if batch.runs != runs]
+        if retained is not None:
+            self.retained.remove(retained)
         txn = self._open(TxnStep.DRAINING, runs, self._leader.policy.drain_deadline)
         txn.retained = retained
-        return Retire(txn.txn, runs, retained)
+        return Retire(txn.txn, runs, retained is not None)
 
     def abort(self, cause: Cause) -> None:
         """The grow is a miss: every rank that was asked gives back what this transaction created (rule M3)."""
@@ -129,13 +134,12 @@ class Commit:
         """Take back a retirement of which no UNMAP was sent (rule M4). Its UNRETIRE is due at the next mark."""
         leader, txn = self._leader, cast(Transaction, self.txn)
         require(txn.step is TxnStep.DRAINING, "S4", f"UNRETIRE of txn={txn.txn} in {txn.step.name} (rule M4)")
-        if txn.retained:
+        if txn.retained is not None:
             leader.become(txn.runs, PageState.RETAINED)
-            cause = Cause(CauseKind.DEADLINE, LEADER, why)
-            self.retained.append(Retained(txn.runs, leader.policy.map_retries, cause))
+            self.retained.append(txn.retained)
         else:
             leader.become(txn.runs, PageState.PUBLISHED)
-        leader.log.unretire(txn.txn, () if txn.retained else txn.runs)
+        leader.log.unretire(txn.txn, () if txn.retained is not None else txn.runs)
         leader.note(f"event=unretire txn={txn.txn} why={why!r}")
         self._close(Verdict.CANCELLED, None)
 
@@ -181,6 +185,8 @@ class Commit:
                 return
             case Released(handles=handles):
                 self._leader.peers[rank].handles = handles
+                # Its next beat says so too; an operation that waits for this memory does not wait for that.
+                self._spend(rank, txn.runs, sign=-1)
             case _:
                 pass
         if not txn.waiting:
@@ -235,9 +241,9 @@ class Commit:
         leader = self._leader
         leader.reclaim.failed()
         cause = cast(Cause, txn.cause)
-        if txn.retained:
+        if txn.retained is not None:
             leader.become(txn.runs, PageState.RETAINED)
-            self.retained.append(Retained(txn.runs, leader.policy.map_retries, cause))
+            self.retained.append(txn.retained)
         else:
             leader.log.append(Publish(txn.txn, txn.runs))
         self._close(Verdict.RESTORED, cause)
@@ -289,9 +295,8 @@ class Commit:
         txn.enter(TxnStep.CLOSED, leader.ranks, leader.now)
         self.txn = None
         leader.counters.closed[verdict] += 1
-        pages = sum(run.count for run in txn.runs)
         self.closed.append(
-            Closed(txn.txn, verdict, grow, txn.foreground, pages, txn.started, leader.now, txn.lag_steps, cause)
+            Closed(txn.txn, verdict, grow, txn.foreground, txn.started, leader.now, txn.lag_steps, cause)
         )
         text = f"event=decided txn={txn.txn} verdict={verdict.value} us={leader.now - txn.started}"
         leader.note(text if cause is None else f"{text} cause={cause}")

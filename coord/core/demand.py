@@ -147,8 +147,9 @@ class Demand:
             return
         wanted = self._background_targets(whole_runs=True)
         if not self._affordable(wanted):
-            # Domains share the memory of a rank: all of them cannot have whole runs, but what is missing may fit.
-            wanted = self._background_targets(whole_runs=False)
+            # Domains share the memory of a rank: all of them cannot have whole runs, but what is missing may fit, or
+            # a part of it.
+            wanted = self.fitting(self._background_targets(whole_runs=False))
         if wanted:
             self._grow(wanted, None)
 
@@ -159,7 +160,8 @@ class Demand:
     def _background_target(self, domain: DomainId, *, whole_runs: bool = True) -> int:
         absent = self._affordable_pages(domain)
         if self.idle and (exchange := self._leader.reclaim.exchange_pages(domain)):
-            return min(exchange, absent)
+            # All of it or nothing: a part lets no run go, and would only be held on top of it.
+            return exchange if exchange <= absent else 0
         if not self.idle:
             absent += self._leader.tables[domain].count(PageState.RETAINED)
         run_pages = self._run_pages(domain) if whole_runs and not self.idle else 1
@@ -353,6 +355,34 @@ class Demand:
                     pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])
             self._backable[domain] = pages
         return pages
+
+    def fitting(self, pages: Mapping[DomainId, int]) -> dict[DomainId, int]:
+        """As much of these pages as every rank could back together, each domain with the same share of its own.
+
+        Domains share the memory of a rank, and each of them alone counts with all of it: where they are short at the
+        same time, they get a part each and not nothing. Pages of an open grow and retained ones are held already.
+        """
+        tables = self._leader.tables
+        held = {
+            domain: tables[domain].count(PageState.OPEN) + tables[domain].count(PageState.RETAINED) for domain in pages
+        }
+        new = {domain: max(0, count - held[domain]) for domain, count in pages.items()}
+        if self._affordable(new):
+            return dict(pages)
+        share = 1.0
+        for peer in self._leader.peers:
+            if size := sum(count * peer.page_bytes[domain] for domain, count in new.items()):
+                share = min(share, max(0, peer.budget_bytes) / size)
+        part = {
+            domain: min(int(count * share), tables[domain].count(PageState.ABSENT)) for domain, count in new.items()
+        }
+        for domain, count in sorted(new.items()):
+            # A share may be less than a page.
+            one = {**part, domain: 1}
+            if count > 0 and part[domain] == 0 and self._affordable(one):
+                part = one
+        together = {domain: min(count, held[domain]) + part[domain] for domain, count in pages.items()}
+        return {domain: count for domain, count in together.items() if count > 0}
 
     def _affordable(self, pages: Mapping[DomainId, int]) -> bool:
         leader = self._leader

@@ -52,9 +52,9 @@ def _resolve_open(leader: Leader, txn: Transaction) -> None:
         case TxnStep.RESERVING | TxnStep.MAPPING:
             leader.commit.drop_open(PageState.RETAINED, cause)
             leader.commit.retained.append(Retained(txn.runs, txn.tries, cause))
-        case TxnStep.DRAINING | TxnStep.RESTORING if txn.retained:
+        case TxnStep.DRAINING | TxnStep.RESTORING if txn.retained is not None:
             leader.commit.drop_open(PageState.RETAINED, cause)
-            leader.commit.retained.append(Retained(txn.runs, leader.policy.map_retries, cause))
+            leader.commit.retained.append(txn.retained)
         case TxnStep.DRAINING | TxnStep.RESTORING:
             leader.commit.drop_open(PageState.PUBLISHED, cause)
         case TxnStep.UNMAPPING | TxnStep.RELEASING:

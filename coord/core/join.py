@@ -111,17 +111,20 @@ class Join:
     def _settle_published(self, run: Run) -> bool:
         """A run that the snapshot publishes: whether it is mapped here without further driver work."""
         state = self._held.state(run)
-        touched = any(run in record.runs and record.phase in _TOUCHED for record in self._records.values())
         require(
             state not in (RunState.RESERVED, RunState.PARTIAL, RunState.STUCK),
             "S3",
             f"rank {self._rank}: the snapshot publishes {run}, which is {state and state.value} here",
         )
-        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):
+        if state is RunState.UNMAPPED or (state is RunState.RETIRED and self._was_touched(run)):
             return False
         if state is not RunState.PUBLISHED:
             self._held.become((run,), RunState.PUBLISHED)
         return True
+
+    def _was_touched(self, run: Run) -> bool:
+        """Whether an unmap of a retired run may have begun."""
+        return any(run in record.runs and record.phase in _TOUCHED for record in self._records.values())
 
     def _settle_retained(self, run: Run) -> None:
         """A run that the snapshot retains stays as it is; what is not known to be mapped counts as partial."""

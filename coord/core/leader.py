@@ -36,6 +36,7 @@ from .policy import Backoff, Policy
 from .reclaim import Reclaim
 from .replica import Replica
 from .silence import Silence
+from .transaction import TxnStep
 from .types import Cause, CauseKind, DomainId, Epoch, Health, Rank, Run, Tick
 
 
@@ -259,6 +260,18 @@ class Leader:
         self.limits = Limits(self)
         self.silence = Silence(self)
 
+    @staticmethod
+    def _enough_again(peer: Peer, short: Cause) -> int:
+        """Bytes that a rank has to exceed before its last refusal stops being the known answer.
+
+        What was asked for, where there was less. Else clearly more than there was: a refusal that free memory does not
+        explain would be repeated at every beat that says a little more.
+        """
+        had = short.free_bytes - short.reserve_bytes
+        if had < short.required_bytes:
+            return short.required_bytes - 1
+        return had + max(had // 8, min(filter(None, peer.page_bytes), default=0))
+
     def fail_closed(self, rank: Rank) -> None:
         """A rank has closed its coordinator while something here still needs it."""
         self.fail(Cause(CauseKind.CLOSED, rank, "its coordinator was closed while others still need it"), self.phase())
@@ -299,12 +312,14 @@ class Leader:
                 self.note(f"event=degraded domain={run.domain} run={run} cause={cause}")
 
     def _on_beat(self, rank: Rank, peer: Peer, beat: Beat) -> None:
-        peer.budget_bytes = beat.free_bytes
-        self.demand.budgets_changed()
+        txn = self.commit.txn
+        creating = txn is not None and txn.step is TxnStep.RESERVING and not txn.adopted and rank in txn.waiting
+        if not creating:
+            # Else it may be from before the creates or from behind them; the answer says which, and is paid for then.
+            peer.budget_bytes = beat.free_bytes
+            self.demand.budgets_changed()
         short = self.commit.short
-        # More than there was: a refusal that free memory does not explain would be repeated at every beat.
-        had = 0 if short is None else max(short.required_bytes - 1, short.free_bytes - short.reserve_bytes)
-        if short is not None and short.rank == rank and beat.free_bytes > had:
+        if short is not None and short.rank == rank and beat.free_bytes > self._enough_again(peer, short):
             self.commit.short = None
             self.backoff.lifted(self.now)
         peer.held_bytes = beat.held_bytes

@@ -22,7 +22,6 @@ class Closed:
         verdict: how it ended.
         grow: it took memory (else it gave memory back).
         foreground: an operation waited for it.
-        pages: pages of its runs.
         started: when it was opened.
         ended: when it was decided.
         lag_steps: largest lag that a rank reported with DRAINED.
@@ -33,7 +32,6 @@ class Closed:
     verdict: Verdict
     grow: bool
     foreground: bool
-    pages: int
     started: Tick
     ended: Tick
     lag_steps: int

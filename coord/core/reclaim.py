@@ -25,6 +25,7 @@ class Reclaim:
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
         self._steps = 0
+        self._next_look = leader.policy.reclaim_interval_steps
         self._sorted_at = [0] * len(leader.tables)
         self._not_before = Tick(0)
 
@@ -33,18 +34,21 @@ class Reclaim:
         leader = self._leader
         self._steps += 1
         if leader.commit.txn is not None or not leader.active or leader.quiescent() or self.paused():
+            # A look that falls due meanwhile is made afterwards.
             return []
         idle = leader.demand.idle
         if idle and leader.commit.retained:
-            return [leader.commit.open_reclaim(leader.commit.retained[0].runs, retained=True)]
+            batch = leader.commit.retained[0]
+            return [leader.commit.open_reclaim(batch.runs, batch)]
         pressed = idle or leader.limits.overage_bytes() > 0
-        if not pressed and self._steps % leader.policy.reclaim_interval_steps:
+        if not pressed and self._steps < self._next_look:
             return []
+        self._next_look = self._steps + leader.policy.reclaim_interval_steps
         runs, scattered = self._free_runs(pressed)
         if runs:
             leader.demand.relaxed(runs)
-            return [leader.commit.open_reclaim(tuple(runs), retained=False)]
-        return [] if pressed and idle else self._sort(scattered)
+            return [leader.commit.open_reclaim(tuple(runs))]
+        return [] if idle else self._sort(scattered)
 
     def failed(self) -> None:
         """An unmap failed and was restored: do not try again at once."""
@@ -83,6 +87,8 @@ class Reclaim:
             high = max(leader.policy.reserved_pages_max, low, demand.recent_pages(domain))
             # Under pressure what is free goes; while busy only what nobody has needed for a while.
             free = demand.free_pages(domain, due=False) if pressed else demand.returnable_pages(domain)
+            if not may_retire(free, 1, low, high, idle=pressed):
+                continue  # the usual case at idle, in every step
             before = len(chosen)
             free_list = leader.replica.free_lists[domain]
             # High runs first, so that low ids stay; at idle long ones first, so that a small reserve is what stays.

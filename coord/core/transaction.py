@@ -80,7 +80,7 @@ class Transaction:
         runs: the runs, all or nothing.
         started: when it was opened.
         foreground: an operation waits for it.
-        retained: a reclaim of runs that were never published.
+        retained: of a reclaim of runs that were never published, the batch that they were.
         late: a rank has said that its MAP (or UNMAP, RELEASE) is still running after the deadline; callers
             do not wait for it any longer.
         adopted: a grow over retained runs: an abort leaves them retained (rule M3).
@@ -97,7 +97,7 @@ class Transaction:
     runs: tuple[Run, ...]
     started: Tick
     foreground: bool = False
-    retained: bool = False
+    retained: Retained | None = None
     late: bool = False
     adopted: bool = False
     tries: int = 0

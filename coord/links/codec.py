@@ -32,7 +32,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from ..core import messages as m
@@ -131,10 +131,6 @@ class DecodeCounters:
         """Frames dropped for any reason."""
         kept = ("frames", "messages", "parts")
         return sum(getattr(self, field.name) for field in fields(self) if field.name not in kept)
-
-    def copy(self) -> DecodeCounters:
-        """The counters now."""
-        return replace(self)
 
 
 class Encoder:

@@ -30,7 +30,7 @@ from ..core.messages import Bye, Message
 from ..core.types import Epoch, Rank
 from .bounded import GRACE_S, StoreConnections, StoreLost, join_at_exit
 from .codec import Decoder, Encoder
-from .link import OUTBOX_FRAMES_MAX, LinkStats, OnDown, OnMessage
+from .link import OUTBOX_FRAMES_MAX, OnDown, OnMessage
 from .pair import TAG_TO_FOLLOWER, TAG_TO_LEADER, Pair, Slots, Work, connect_pair, first_line, poison
 
 RECEIVES_POSTED: Final = 16
@@ -85,9 +85,6 @@ class GlooLink:
         self._closing = False
         self._poisoned = False
         self._posted = 0
-        self._messages_sent = 0
-        self._outbox_peak = 0
-        self._stale_dropped = 0
         self._reader: threading.Thread | None = None
         self._writer: threading.Thread | None = None
         _live.add(self)
@@ -160,16 +157,9 @@ class GlooLink:
         return self._down
 
     @property
-    def stats(self) -> LinkStats:
-        """Counters now; a snapshot that may be one frame behind."""
-        return LinkStats(
-            messages_sent=self._messages_sent,
-            frames_sent=self._posted,
-            outbox_frames=len(self._outbox),
-            outbox_frames_peak=self._outbox_peak,
-            stale_dropped=self._stale_dropped,
-            received=self._decoder.counters.copy(),
-        )
+    def waiting_frames(self) -> int:
+        """Frames that wait now because the peer takes none."""
+        return len(self._outbox)
 
     def start(self, on_message: OnMessage, on_down: OnDown) -> None:
         """Begin to receive; see :meth:`Link.start`."""
@@ -194,10 +184,8 @@ class GlooLink:
                 if self._down is not None:
                     raise _again(self._down)
                 if message.epoch < self._epoch:
-                    self._stale_dropped += 1
                     return
                 frames = self._encoder.encode(message, self._decoder.received)
-                self._messages_sent += 1
                 self._bye_sent = self._bye_sent or isinstance(message, Bye)
                 if self._queue(frames):
                     return
@@ -253,7 +241,6 @@ class GlooLink:
                 self._outbox.append(frame)
         waiting = len(self._outbox)
         if waiting:
-            self._outbox_peak = max(self._outbox_peak, waiting)
             self._changed.notify_all()
         return waiting <= OUTBOX_FRAMES_MAX
 

@@ -18,13 +18,11 @@ the peer killed it             ``on_down`` with ``eof=True``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ..core.errors import LinkDown
 from ..core.messages import Message
 from ..core.types import Epoch, Rank
-from .codec import DecodeCounters
 
 OUTBOX_FRAMES_MAX: Final = 4096
 """Frames that may wait while the peer takes none. One more ends the link: a FIFO may not lose a frame,
@@ -36,27 +34,6 @@ it runs nothing else is read, and an exception ends the link."""
 
 OnDown = Callable[[LinkDown], None]
 """Called in the reader thread, after the last message, at most once."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStats:
-    """Counters of a link since it was opened.
-
-    Attributes:
-        messages_sent: messages accepted by ``send``.
-        frames_sent: frames handed to the transport.
-        outbox_frames: frames that wait now because the peer takes none.
-        outbox_frames_peak: most frames that waited at once.
-        stale_dropped: messages of an older epoch given to ``send``; they are not sent (S8).
-        received: what the decoder saw and dropped.
-    """
-
-    messages_sent: int
-    frames_sent: int
-    outbox_frames: int
-    outbox_frames_peak: int
-    stale_dropped: int
-    received: DecodeCounters
 
 
 class Link(Protocol):
@@ -78,8 +55,8 @@ class Link(Protocol):
         ...
 
     @property
-    def stats(self) -> LinkStats:
-        """Counters now."""
+    def waiting_frames(self) -> int:
+        """Frames that wait now because the peer takes none; a sender of many slows down by it."""
         ...
 
     def start(self, on_message: OnMessage, on_down: OnDown) -> None:
@@ -92,7 +69,7 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Queue a message and hand it to the transport at once if that needs no waiting.
 
-        A message of an older epoch is dropped and counted: it must change nothing (S8).
+        A message of an older epoch is dropped: it must change nothing (S8).
 
         Raises:
             LinkDown: the link has ended, or ends now because the outbox is full.
@@ -123,4 +100,4 @@ class Link(Protocol):
         ...
 
 
-__all__ = ["OUTBOX_FRAMES_MAX", "Link", "LinkStats", "OnDown", "OnMessage"]
+__all__ = ["OUTBOX_FRAMES_MAX", "Link", "OnDown", "OnMessage"]

@@ -17,7 +17,7 @@ from ..core.errors import LinkDown
 from ..core.messages import Bye, Message
 from ..core.types import Epoch, Rank
 from .codec import Decoder, Encoder
-from .link import OUTBOX_FRAMES_MAX, LinkStats, OnDown, OnMessage
+from .link import OUTBOX_FRAMES_MAX, OnDown, OnMessage
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +63,6 @@ class MemoryLink:
         self._orderly = False
         self._bye_sent = False
         self._eof: str | None = None
-        self._messages_sent = 0
-        self._outbox_peak = 0
-        self._stale_dropped = 0
         self._reader: threading.Thread | None = None
 
     @property
@@ -74,16 +71,9 @@ class MemoryLink:
         return self._down
 
     @property
-    def stats(self) -> LinkStats:
-        """Counters now."""
-        return LinkStats(
-            messages_sent=self._messages_sent,
-            frames_sent=self._encoder.sequence,
-            outbox_frames=len(self._other._inbox),
-            outbox_frames_peak=self._outbox_peak,
-            stale_dropped=self._stale_dropped,
-            received=self._decoder.counters.copy(),
-        )
+    def waiting_frames(self) -> int:
+        """Frames that wait now because the peer takes none."""
+        return len(self._other._inbox)
 
     def start(self, on_message: OnMessage, on_down: OnDown) -> None:
         """Begin to receive; see :meth:`Link.start`."""
@@ -103,16 +93,13 @@ class MemoryLink:
             if self._down is not None:
                 raise LinkDown(self.peer, self._down.reason, eof=self._down.eof)
             if message.epoch < self.epoch:
-                self._stale_dropped += 1
                 return
             if self._hooks.drop is not None and self._hooks.drop(message):
                 return
             delay_s = self._hooks.delay_s(message) if self._hooks.delay_s is not None else 0.0
             frames = self._encoder.encode(message, self._decoder.received)
-            self._messages_sent += 1
             self._bye_sent = self._bye_sent or isinstance(message, Bye)
             waiting = self._other._take_in(frames, delay_s)
-            self._outbox_peak = max(self._outbox_peak, waiting)
         if waiting > OUTBOX_FRAMES_MAX:
             full = f"outbox is full: {waiting} frames wait, rank {self.peer} takes none"
             raise self._end(LinkDown(self.peer, full, eof=False))

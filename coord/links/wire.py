@@ -341,33 +341,8 @@ def _read_entries(reader: Reader) -> tuple[Entry, ...]:
 
 
 _MARK_RECORD: Final = Record(Mark, digest=DIGEST, entries=Field(_write_entries, _read_entries))
-MARK: Final = record_field(_MARK_RECORD)
-"""A mark; its ``epoch`` is informative and may differ from the epoch of the link (rule M1)."""
-
-_FIELD_OF_TYPE[Mark] = MARK
-
-
-def mark_bytes(mark: Mark) -> bytes:
-    """A mark alone, for engines that carry marks on a stream of their own."""
-    out = bytearray()
-    MARK.write(out, mark)
-    return bytes(out)
-
-
-def mark_from_bytes(data: bytes | bytearray | memoryview) -> Mark:
-    """Inverse of :func:`mark_bytes`.
-
-    Raises:
-        ValueError: the bytes are not a mark.
-    """
-    reader = Reader(data)
-    try:
-        mark: Mark = MARK.read(reader)
-    except struct.error as error:
-        raise ValueError(f"not a mark: {error}") from error
-    if reader.remaining:
-        raise ValueError(f"not a mark: {reader.remaining} bytes too many")
-    return mark
+# The epoch of a mark is informative and may differ from the epoch of the link (rule M1).
+_FIELD_OF_TYPE[Mark] = record_field(_MARK_RECORD)
 
 
 __all__ = [
@@ -379,6 +354,4 @@ __all__ = [
     "Record",
     "cut_utf8",
     "layout_text",
-    "mark_bytes",
-    "mark_from_bytes",
 ]

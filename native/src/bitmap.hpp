@@ -13,6 +13,7 @@ namespace kvcached_dist {
 class Bitmap {
  public:
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+  static constexpr std::size_t kWordBits = 64;
 
   explicit Bitmap(std::size_t size) {
     do {
@@ -21,26 +22,11 @@ class Bitmap {
     } while (size > 1);
   }
 
-  void set(std::size_t bit) {
-    for (auto& level : levels_) {
-      std::uint64_t& word = level[bit / kWordBits];
-      const bool was_empty = word == 0;
-      word |= std::uint64_t{1} << (bit % kWordBits);
-      if (!was_empty) return;
-      bit /= kWordBits;
-    }
-  }
+  void set(std::size_t bit) { set_word(bit / kWordBits, std::uint64_t{1} << (bit % kWordBits)); }
 
-  void clear(std::size_t bit) {
-    for (auto& level : levels_) {
-      std::uint64_t& word = level[bit / kWordBits];
-      word &= ~(std::uint64_t{1} << (bit % kWordBits));
-      if (word != 0) return;
-      bit /= kWordBits;
-    }
-  }
+  void clear(std::size_t bit) { clear_word(bit / kWordBits, std::uint64_t{1} << (bit % kWordBits)); }
 
-  // Adds the members of a whole word at once: bit i of `mask` is member 64 * word + i.
+  // Adds the members of a whole word at once: bit i of `mask` is member kWordBits * word + i.
   void set_word(std::size_t word, std::uint64_t mask) {
     const bool was_empty = levels_[0][word] == 0;
     levels_[0][word] |= mask;
@@ -69,10 +55,6 @@ class Bitmap {
 
   [[nodiscard]] std::uint64_t word(std::size_t index) const { return levels_[0][index]; }
 
-  [[nodiscard]] bool test(std::size_t bit) const {
-    return ((levels_[0][bit / kWordBits] >> (bit % kWordBits)) & 1U) != 0;
-  }
-
   [[nodiscard]] std::size_t lowest() const {
     if (levels_.empty() || levels_.back().empty() || levels_.back()[0] == 0) return kNone;
     std::size_t at = 0;
@@ -83,7 +65,6 @@ class Bitmap {
   }
 
  private:
-  static constexpr std::size_t kWordBits = 64;
   std::vector<std::vector<std::uint64_t>> levels_;
 };
 

@@ -9,16 +9,15 @@
 namespace kvcached_dist {
 namespace {
 
-constexpr std::int64_t kWordBits = 64;
-constexpr std::size_t kWordSize = 64;
-constexpr std::int64_t kBlocksMax = 1LL << 36;  // NOLINT(bugprone-signed-bitwise)
+constexpr auto kWordBits = static_cast<std::int64_t>(Bitmap::kWordBits);  // signed, as ids are
+constexpr std::int64_t kBlocksMax = 1LL << 36;                            // NOLINT(bugprone-signed-bitwise)
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
 
-// Bits [first, first + count) of a word; first is below 64.
+// Bits [first, first + count) of a word; first is below the width of a word.
 std::uint64_t mask_of(std::size_t first, std::size_t count) {
   if (count == 0) return 0;
-  return (~std::uint64_t{0} >> (kWordSize - std::min(count, kWordSize))) << first;
+  return (~std::uint64_t{0} >> (Bitmap::kWordBits - std::min(count, Bitmap::kWordBits))) << first;
 }
 
 std::int64_t checked_blocks(std::int64_t pages, std::int64_t blocks_per_page) {
@@ -186,13 +185,13 @@ void BlockPool::take_single(std::span<std::int64_t> blocks) {
   if (blocks.empty()) return;
   Bitmap& free_pages = *by_count_[1];
   while (!blocks.empty()) {
-    const std::size_t word = free_pages.lowest() / kWordSize;
+    const std::size_t word = free_pages.lowest() / Bitmap::kWordBits;
     const std::uint64_t before = free_pages.word(word);
     std::uint64_t rest = before;
     while (rest != 0 && !blocks.empty()) {
       const auto bit = static_cast<std::size_t>(std::countr_zero(rest));
       const std::size_t count = std::min(static_cast<std::size_t>(std::countr_one(rest >> bit)), blocks.size());
-      const std::size_t first = (word * kWordSize) + bit;
+      const std::size_t first = (word * Bitmap::kWordBits) + bit;
       for (std::size_t i = 0; i < count; ++i) blocks[i] = static_cast<std::int64_t>(first + i);
       std::fill_n(&free_counts_[first], count, 0);
       rest &= ~mask_of(bit, count);
@@ -209,7 +208,8 @@ void BlockPool::take_single(std::span<std::int64_t> blocks) {
 std::size_t BlockPool::freeable_neighbours(std::span<const std::int64_t> blocks) const {
   const std::int64_t first = blocks[0];
   if (first < 0 || first >= pages_) return 0;
-  std::size_t most = std::min({blocks.size(), kWordSize - (index(first) % kWordSize), index(pages_ - first)});
+  std::size_t most =
+      std::min({blocks.size(), Bitmap::kWordBits - (index(first) % Bitmap::kWordBits), index(pages_ - first)});
   if (pinned_ >= first) most = std::min(most, index(pinned_ - first));
   std::size_t count = 0;
   while (count < most && blocks[count] == first + static_cast<std::int64_t>(count)) ++count;
@@ -232,8 +232,8 @@ void BlockPool::free_single(std::span<const std::int64_t> blocks) {
 
 // Neighbours inside one word of the bitmap are free from now on, or in use.
 void BlockPool::mark_single(std::size_t first, std::size_t count, bool free) {
-  const std::size_t word = first / kWordSize;
-  const std::uint64_t mask = mask_of(first % kWordSize, count);
+  const std::size_t word = first / Bitmap::kWordBits;
+  const std::uint64_t mask = mask_of(first % Bitmap::kWordBits, count);
   Bitmap& free_pages = *by_count_[1];
   std::fill_n(&free_counts_[first], count, free ? 1 : 0);
   if (free) {

@@ -53,7 +53,8 @@ class BlockPool {
   void mark_page(std::int64_t page, bool free);
   std::int64_t* take_from(std::int64_t page, std::int64_t* out, const std::int64_t* end);
   [[nodiscard]] bool is_free(std::int64_t block) const {
-    return ((free_bits_[static_cast<std::size_t>(block) / 64] >> (static_cast<std::size_t>(block) % 64)) & 1U) != 0;
+    const auto bit = static_cast<std::size_t>(block);
+    return ((free_bits_[bit / Bitmap::kWordBits] >> (bit % Bitmap::kWordBits)) & 1U) != 0;
   }
 
   std::int64_t pages_;

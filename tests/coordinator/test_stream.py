@@ -15,12 +15,16 @@ import pytest
 
 from kvcached_dist import GroupFailed, World, _native
 from kvcached_dist.coord.core.entries import Entry, Evict, Growable, Publish, Retire
+from kvcached_dist.coord.core.transaction import TxnStep
 from kvcached_dist.coord.links.store import connect_store
 from kvcached_dist.fault_specs import FaultPlan
 from kvcached_dist.stream import StreamCoordinator
 from tests.coordinator.world import GRANULE, JOIN_S, config, simple_model, values
 
 pytestmark = pytest.mark.slow
+
+SLOW_UNMAP_S = 0.8
+"""Well within the growth deadline of these tests."""
 
 
 class PlainList:
@@ -77,10 +81,10 @@ class Rank:
     def full(self) -> PlainList:
         return self.lists[0]
 
-    def iteration(self, wanted: int = 0, *, idle: bool = False) -> tuple[Entry, ...]:
+    def iteration(self, wanted: int = 0, *, idle: bool = False, running: int = 0) -> tuple[Entry, ...]:
         """One iteration of an engine: rank 0 broadcasts a list of requests, all ranks handle it."""
         if self.coordinator.leads:
-            frames = self.coordinator.decide({"full": wanted}, idle=idle)
+            frames = self.coordinator.decide({"full": wanted}, idle=idle, running={"full": running})
             for follower in self.stream:
                 follower.put(frames)
         else:
@@ -189,6 +193,33 @@ def test_an_idle_engine_gives_everything_back() -> None:
         assert grown > held
         assert retired
         assert free == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_what_runs_waits_for_the_end_of_an_unmap(size: int) -> None:
+    def body(rank: Rank) -> Any:
+        def unmapping() -> bool:
+            leader = rank.coordinator._leader
+            assert leader is not None
+            return leader.commit.txn is not None and leader.commit.txn.step is TxnStep.UNMAPPING
+
+        rank.until(lambda: rank.full.available() >= 4, 4)
+        rank.until(unmapping, idle=True)
+        begun = time.monotonic()
+        new = rank.iteration(3)
+        middle = time.monotonic()
+        known = list(rank.full.free)
+        running = rank.iteration(3, running=3)
+        return (
+            any(isinstance(entry, Publish) for entry in new),
+            known,
+            any(isinstance(entry, Publish) for entry in running),
+            rank.full.available() >= 3,
+            not rank.coordinator.leads or middle - begun < SLOW_UNMAP_S / 2,
+        )
+
+    slow = f"rank={size - 1},op=slow,at=unmap,ms={int(1000 * SLOW_UNMAP_S)}"
+    assert values(run(body, size=size, faults=[slow])) == [(False, [], True, True, True)] * size
 
 
 def test_blocks_in_use_stay() -> None:

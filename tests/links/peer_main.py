@@ -78,7 +78,7 @@ class Follower:
 
     def stream(self, count: int) -> None:
         for txn in range(1, count + 1):
-            while self.link.stats.outbox_frames > 1000:
+            while self.link.waiting_frames > 1000:
                 time.sleep(0.001)
             self.link.send(Drained(self.link.epoch, Txn(txn), 0))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcached_dist.coord.core import entries as entries_module
 from kvcached_dist.coord.core import messages as messages_module
-from kvcached_dist.coord.core.entries import Mark, PositionKind, Sort
+from kvcached_dist.coord.core.entries import Mark, PositionKind
 from kvcached_dist.coord.core.messages import (
     Bye,
     Fail,
@@ -35,9 +35,9 @@ from kvcached_dist.coord.links.codec import (
     Decoder,
     Encoder,
 )
-from kvcached_dist.coord.links.wire import DETAIL_BYTES_MAX, ENTRIES, cut_utf8, mark_bytes, mark_from_bytes
+from kvcached_dist.coord.links.wire import DETAIL_BYTES_MAX, ENTRIES, cut_utf8
 from tests.links.blank import EPOCH, make
-from tests.links.strategies import SESSION, marks, messages
+from tests.links.strategies import SESSION, messages
 
 
 def travel(*sent: Message) -> list[Message]:
@@ -78,21 +78,6 @@ def test_every_message_and_entry_has_a_number() -> None:
 def test_every_message_survives(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
     assert travel(message, message) == [message, message]
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(marks)
-def test_marks_survive_alone(mark: Mark) -> None:
-    assert mark_from_bytes(mark_bytes(mark)) == mark
-
-
-@pytest.mark.parametrize("cut", [0, 1, 20])
-def test_bytes_that_are_no_mark_are_a_value_error(cut: int) -> None:
-    mark = Mark(EPOCH, PositionKind.STEP, 1, 0, (Sort(DomainId(1)),), 0, 0)
-    data = mark_bytes(mark)
-    with pytest.raises(ValueError, match=r"mark|announced|kind"):
-        mark_from_bytes(data[:-cut] if cut else data + b"x")
 
 
 @pytest.mark.parametrize("count", [1, 200, 212, 213, 500])

@@ -71,14 +71,12 @@ def open_ends(open_pair: OpenPair, *, lease_s: float = 5.0) -> tuple[End, End]:
     return End(leader, beat=False), End(follower, beat=False)
 
 
-def test_names_and_counters(open_pair: OpenPair) -> None:
+def test_names_and_a_first_message(open_pair: OpenPair) -> None:
     leader, follower = open_ends(open_pair)
     assert (leader.link.peer, follower.link.peer, leader.link.epoch) == (1, 0, EPOCH)
     leader.link.send(Map(EPOCH, Txn(1)))
-    follower.wait_for(1)
-    sent, received = leader.link.stats, follower.link.stats.received
-    assert (sent.messages_sent, sent.frames_sent, sent.outbox_frames) == (1, 1, 0)
-    assert (received.messages, received.frames, received.dropped) == (1, 1, 0)
+    assert follower.wait_for(1) == [Map(EPOCH, Txn(1))]
+    assert leader.link.waiting_frames == 0
 
 
 def test_messages_of_several_threads_all_arrive_in_the_order_of_each(open_pair: OpenPair) -> None:
@@ -260,7 +258,6 @@ def test_old_epoch_is_not_sent_and_a_newer_one_is_an_error(open_pair: OpenPair) 
         leader.link.send(Map(Epoch(EPOCH + 1), Txn(2)))
     leader.link.send(Map(EPOCH, Txn(3)))
     assert follower.wait_for(1) == [Map(EPOCH, Txn(3))]
-    assert leader.link.stats.stale_dropped == 1
 
 
 def test_link_is_started_once(open_pair: OpenPair) -> None:
@@ -301,4 +298,3 @@ def test_full_outbox_ends_the_link_instead_of_blocking_or_losing(
     _, down = leader.wait_down()
     release.set()
     assert "outbox is full" in down.reason
-    assert leader.link.stats.outbox_frames_peak == 51

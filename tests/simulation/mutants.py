@@ -205,7 +205,7 @@ MUTANTS = (
         "M2-restored-is-taken-as-mapped",
         "M2: a run that is unmapped here is not mapped again",
         CORE + "join.py",
-        "        if state is RunState.UNMAPPED or (state is RunState.RETIRED and touched):\n            return False\n",
+        "        if state is RunState.UNMAPPED or (state is RunState.RETIRED and self._was_touched(run)):\n            return False\n",
         "",
     ),
     # ------------------------------------------------------------------ details that were once wrong, or nearly

@@ -44,7 +44,7 @@ DEMAND = (
         "whole-runs-or-nothing",
         "L5: domains that share memory stop growing although what is missing fits",
         CORE + "demand.py",
-        "            wanted = self._background_targets(whole_runs=False)\n",
+        "            wanted = self.fitting(self._background_targets(whole_runs=False))\n",
         "            wanted = {}\n",
     ),
     Mutant(
@@ -81,6 +81,57 @@ DEMAND = (
         CORE + "leader.py",
         "            self.backoff.lifted(self.now)\n",
         "            self.backoff.active(self.now)\n",
+    ),
+    Mutant(
+        "every-domain-counts-with-all-memory",
+        "L5: domains that are short together grow by nothing",
+        CORE + "demand.py",
+        "        if self._affordable(new):\n            return dict(pages)\n",
+        "        if self._affordable(new) or new:\n            return dict(pages)\n",
+    ),
+    Mutant(
+        "released-memory-waits-for-a-beat",
+        "L5: an operation that waited for a release is a miss although it has what it needs",
+        CORE + "commit.py",
+        "does not wait for that.\n                self._spend(rank, txn.runs, sign=-1)\n",
+        "does not wait for that.\n                self._spend(rank, txn.runs, sign=0)\n",
+    ),
+    Mutant(
+        "a-beat-is-believed-while-memory-is-created",
+        "S7: creates are paid for twice",
+        CORE + "leader.py",
+        "        if not creating:\n",
+        "        if not creating or beat:\n",
+    ),
+    Mutant(
+        "a-batch-forgets-its-tries",
+        "rule M3: runs are quarantined after fewer failed retries than the setting says",
+        CORE + "commit.py",
+        "            self.retained.append(txn.retained)\n"
+        "        else:\n            leader.become(txn.runs, PageState.PUBLISHED)\n",
+        "            self.retained.append(Retained(txn.runs, 9, txn.retained.cause))\n"
+        "        else:\n            leader.become(txn.runs, PageState.PUBLISHED)\n",
+    ),
+    Mutant(
+        "a-part-of-an-exchange",
+        "quantities: an idle engine holds more instead of less",
+        CORE + "demand.py",
+        "            return exchange if exchange <= absent else 0\n",
+        "            return min(exchange, absent)\n",
+    ),
+    Mutant(
+        "every-beat-ends-a-pause",
+        "quantities: a refusal that memory does not explain is repeated at every beat",
+        CORE + "leader.py",
+        "        return had + max(had // 8,",
+        "        return had + min(0,",
+    ),
+    Mutant(
+        "a-look-is-lost-to-a-transaction",
+        "L4: growth in step with the looks puts off what could go",
+        CORE + "reclaim.py",
+        "        if not pressed and self._steps < self._next_look:\n",
+        "        if not pressed and self._steps % leader.policy.reclaim_interval_steps:\n",
     ),
 )
 

@@ -174,6 +174,8 @@ class Workload:
     def _calm(self, step: int) -> Program:
         while self.live:
             yield from self._free(0)
+        step = yield from self._settle(step, idle=True)
+        # Only now does every rank take steps, and beat, for sure.
         step = yield from self._settle(step, idle=True, least=CALM_STEPS_MIN)
         whole = self._whole()
         got = yield Alloc(whole)

@@ -52,6 +52,22 @@ def test_pools_that_stay_with_the_engine_are_named(tmp_path: Path, capsys: pytes
     ) in printed
 
 
+def test_an_engine_that_stayed_native_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = SnapshotWriter.open(str(tmp_path), "demo", 0)
+    why = "rank 0: not supported: recurrent state"
+    pools = {"token_to_kv_pool.k_buffer": 3 << 20}
+    writer.publish({"tp": 1, "pp": 1, "pools": {}, "runtime_pools": pools, "native_because": why})
+    try:
+        assert main(["status", "--state-dir", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert main(["status", "--json", "--state-dir", str(tmp_path)]) == 0
+    finally:
+        writer.close()
+    assert f"rank 0: nothing is elastic: {why}\n" in printed
+    assert "rank 0: native pools: token_to_kv_pool.k_buffer 3.0 MiB\n" in printed
+    assert json.loads(capsys.readouterr().out)["engines"][0]["ranks"][0]["state"]["native_because"] == why
+
+
 def test_the_tables(engines: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["status", "--state-dir", str(engines)]) == 0

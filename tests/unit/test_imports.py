@@ -6,6 +6,7 @@ Read from the syntax trees, so that an import inside a function counts as much a
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ ARCHITECTURE = {
     "cli": Component(
         ("cli",),
         imports=(*BELOW_ENGINES, "package", "engines", "replay", "chaos"),
-        external=("typer", "rich", "pydantic", "pydantic_settings"),
+        external=("typer", "rich"),
     ),
     # The package itself only hands on public names.
     "package": Component(("",), imports=BELOW_ENGINES),
@@ -168,6 +169,27 @@ def test_the_table_has_no_cycle() -> None:
         ready = {name for name in left if set(ARCHITECTURE[name].imports) <= done}
         assert ready, f"these components import one another: {sorted(left)}"
         done |= ready
+
+
+def written_architecture(text: str) -> dict[str, tuple[set[str], set[str]]]:
+    """The table of ``docs/design.md``: modules and imports of each component."""
+    written: dict[str, tuple[set[str], set[str]]] = {}
+    for name, modules_cell, imports_cell in re.findall(
+        r"^\| ([a-z-]+) \| [^|]* \| ((?:`\w[\w.]*`(?:, )?)+) \| ([a-z, -]+) \|$", text, flags=re.MULTILINE
+    ):
+        allowed = set(imports_cell.split(", ")) - {"nothing"}
+        if imports_cell.startswith("all above"):
+            allowed = set(written) - set(imports_cell.removeprefix("all above").removeprefix(" but ").split(", "))
+        written[name] = (set(re.findall(r"`([\w.]+)`", modules_cell)), allowed)
+    return written
+
+
+def test_the_table_of_the_design_is_this_table() -> None:
+    here = {
+        name: ({module or "__init__" for module in component.modules if module != "coord"}, set(component.imports))
+        for name, component in ARCHITECTURE.items()
+    }
+    assert written_architecture((ROOT / "docs" / "design.md").read_text()) == here
 
 
 def test_the_protocol_core_uses_the_standard_library_only() -> None:

@@ -73,7 +73,15 @@ def test_every_pin_that_is_needed_exists() -> None:
 
 @pytest.mark.slow
 def test_public_names_exist() -> None:
-    assert set(kvcached_dist.__all__) >= {"Config", "Coordinator", "DomainSpec", "PoolSpec", "World", "__version__"}
+    assert set(kvcached_dist.__all__) >= {
+        "Config",
+        "Coordinator",
+        "DomainSpec",
+        "PoolSpec",
+        "StreamCoordinator",
+        "World",
+        "__version__",
+    }
     assert [name for name in kvcached_dist.__all__ if not hasattr(kvcached_dist, name)] == []
 
 

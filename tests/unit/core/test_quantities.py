@@ -1,0 +1,253 @@
+"""How much the leader grows and gives back, and when: one rank, no driver, answers by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcached_dist.coord.core.entries import Mark, PositionKind
+from kvcached_dist.coord.core.leader import Leader
+from kvcached_dist.coord.core.ledger import Peer
+from kvcached_dist.coord.core.messages import (
+    Beat,
+    Drained,
+    MapFailed,
+    Mapped,
+    Refused,
+    Released,
+    Reserved,
+    TxnMessage,
+    Unmapped,
+)
+from kvcached_dist.coord.core.pages import PageState
+from kvcached_dist.coord.core.policy import Policy
+from kvcached_dist.coord.core.replica import Replica
+from kvcached_dist.coord.core.transaction import TxnStep
+from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, Health, PageId, Rank, Run, Tick, Txn
+
+ME = Rank(0)
+EPOCH = Epoch(1)
+PAGE = 100
+"""Bytes of a page, in every domain."""
+
+PAGES = 300
+
+
+@dataclass
+class Pages:
+    """A free list of one block a page."""
+
+    free: set[int] = field(default_factory=set)
+    busy: set[int] = field(default_factory=set)
+
+    def available(self) -> int:
+        return len(self.free)
+
+    def publish(self, first: int, count: int) -> None:
+        self.free |= set(range(first, first + count))
+
+    def retire(self, first: int, count: int) -> None:
+        self.free -= set(range(first, first + count))
+
+    def run_is_free(self, first: int, count: int) -> bool:
+        return set(range(first, first + count)) <= self.free
+
+    def take(self, pages: int) -> None:
+        """The lowest free pages are in use from now on."""
+        taken = sorted(self.free)[:pages]
+        self.free -= set(taken)
+        self.busy |= set(taken)
+
+    def sort(self) -> None:
+        """They have no order."""
+
+
+class Rig:
+    """A leader alone, with so many bytes left."""
+
+    def __init__(self, budget: int, domains: int = 1, **policy: Any) -> None:
+        self.lists = [Pages() for _ in range(domains)]
+        replica = Replica(ME, self.lists, [1] * domains)
+        self.peer = Peer((PAGE,) * domains, budget, Tick(0), (0,))
+        settings = {"reserved_pages_min": 0, "reserved_pages_max": 0, **policy}
+        self.leader = Leader(EPOCH, Policy(**settings), replica, [PAGES] * domains, [self.peer], Tick(0))
+        self.now = 0
+        self.steps = 0
+
+    @property
+    def open_runs(self) -> dict[int, int]:
+        """Pages of the open transaction per domain; empty without one."""
+        txn = self.leader.commit.txn
+        pages: dict[int, int] = {}
+        for run in txn.runs if txn is not None else ():
+            pages[run.domain] = pages.get(run.domain, 0) + run.count
+        return pages
+
+    def step(self, *, idle: bool = False, wanted: Mapping[int, int] | None = None) -> Mark:
+        """One engine step: its mark applied, and growth ahead of demand."""
+        self.now += 1000
+        self.steps += 1
+        demand = self.leader.demand
+        demand.idle = idle
+        for domain in range(len(self.lists)):
+            demand.step_blocks[domain] = (wanted or {}).get(domain, 0)
+        mark = self.leader.mark(PositionKind.STEP, self.steps, Tick(self.now))
+        for entry in mark.entries:
+            self.leader.replica.apply(entry)
+        demand.background()
+        return mark
+
+    def answer(self, kind: type[TxnMessage], **fields: Any) -> None:
+        """What this rank says about the open transaction."""
+        txn = self.leader.commit.txn
+        assert txn is not None
+        self.now += 10
+        self.leader.on_message(ME, kind(EPOCH, txn.txn, **fields), Tick(self.now))
+
+    def beat(self, free_bytes: int) -> None:
+        """What this rank says of its memory."""
+        self.now += 10
+        self.leader.on_message(ME, Beat(EPOCH, free_bytes, 0, (1,), 0, Txn(0)), Tick(self.now))
+
+    def grow(self, *runs: Run) -> None:
+        """Runs are published."""
+        self.leader.commit.open_grow(runs, foreground=False)
+        self.finish()
+        self.step()
+
+    def finish(self) -> None:
+        """The open transaction succeeds."""
+        while (txn := self.leader.commit.txn) is not None:
+            match txn.step:
+                case TxnStep.RESERVING:
+                    self.answer(Reserved, handles=(1,))
+                case TxnStep.MAPPING:
+                    self.answer(Mapped)
+                case TxnStep.DRAINING:
+                    self.answer(Drained, lag_steps=0)
+                case TxnStep.UNMAPPING:
+                    self.answer(Unmapped)
+                case _:
+                    self.answer(Released, handles=(1,))
+
+
+def run(first: int, count: int, domain: int = 0) -> Run:
+    return Run(DomainId(domain), PageId(first), count)
+
+
+def driver_refusal(required: int, free: int) -> Cause:
+    return Cause(CauseKind.EXHAUSTED, ME, "refused", required, free, 0)
+
+
+def test_domains_that_are_short_together_get_a_part_each() -> None:
+    rig = Rig(12 * PAGE, domains=2)
+    rig.step(wanted={0: 8, 1: 8})
+    assert rig.open_runs == {0: 6, 1: 6}
+
+
+def test_a_share_of_less_than_a_page_is_a_page_where_it_fits() -> None:
+    found = Rig(10 * PAGE, domains=2).leader.demand.fitting({DomainId(0): 95, DomainId(1): 5})
+    assert found == {0: 9, 1: 1}
+
+
+def test_pages_that_are_held_already_cost_nothing() -> None:
+    rig = Rig(4 * PAGE, domains=2)
+    rig.leader.commit.open_grow((run(1, 4),), foreground=False)
+    rig.answer(Reserved, handles=(1,))
+    assert rig.peer.budget_bytes == 0
+    assert rig.leader.demand.fitting({DomainId(0): 4, DomainId(1): 3}) == {0: 4}
+
+
+def test_an_operation_that_waits_for_a_release_need_not_wait_for_a_beat_too() -> None:
+    rig = Rig(20 * PAGE)
+    rig.grow(run(1, 10))
+    rig.beat(0)
+    rig.step(idle=True)
+    rig.answer(Drained, lag_steps=0)
+    rig.leader.demand.idle = False
+    waiting = rig.leader.demand.wait_for({DomainId(0): 5})
+    rig.answer(Unmapped)
+    assert waiting.verdict is None
+    rig.answer(Released, handles=(1,))
+    assert waiting.verdict is None
+    assert rig.open_runs == {0: 5}
+    rig.finish()
+    assert waiting.verdict is True
+
+
+def test_a_beat_between_the_creates_and_their_answer_is_not_paid_for_twice() -> None:
+    rig = Rig(10 * PAGE)
+    rig.leader.commit.open_grow((run(1, 4),), foreground=False)
+    rig.beat(6 * PAGE)
+    rig.answer(Reserved, handles=(1,))
+    assert rig.peer.budget_bytes == 6 * PAGE
+    rig.beat(7 * PAGE)
+    assert rig.peer.budget_bytes == 7 * PAGE
+
+
+def test_a_batch_keeps_its_tries_when_its_retirement_is_taken_back() -> None:
+    rig = Rig(1000 * PAGE, map_retries=2)
+    broken = Cause(CauseKind.DRIVER, ME, "first")
+    rig.leader.commit.open_grow((run(1, 4),), foreground=False)
+    rig.answer(Reserved, handles=(1,))
+    rig.answer(MapFailed, cause=broken)
+    rig.step(idle=True)
+    rig.leader.demand.idle = False
+    assert rig.leader.commit.txn is not None
+    rig.leader.commit.cancel_retirement("an operation needs the blocks")
+    (batch,) = rig.leader.commit.retained
+    assert (batch.tries, batch.cause) == (1, broken)
+    rig.step(wanted={0: 4})
+    for _ in range(2):
+        assert rig.leader.health == [Health.HEALTHY]
+        if rig.leader.commit.txn is None:
+            rig.step(wanted={0: 4})
+        rig.answer(Reserved, handles=(1,))
+        rig.answer(MapFailed, cause=broken)
+    assert rig.leader.health == [Health.DEGRADED]
+
+
+def test_an_exchange_that_memory_does_not_reach_for_is_not_begun() -> None:
+    rig = Rig(1000 * PAGE, reserved_pages_min=5, reserved_pages_max=10)
+    rig.grow(run(100, 20))
+    rig.beat(3 * PAGE)
+    for _ in range(3):
+        rig.step(idle=True)
+        assert rig.open_runs == {}
+    rig.beat(5 * PAGE)
+    rig.step(idle=True)
+    assert rig.open_runs == {0: 5}
+
+
+def test_a_refusal_that_memory_does_not_explain_is_not_repeated_at_every_beat() -> None:
+    rig = Rig(100 * PAGE, backoff_min=1_000_000, backoff_max=1_000_000)
+    rig.leader.commit.open_grow((run(1, 4),), foreground=False)
+    rig.answer(Refused, cause=driver_refusal(4 * PAGE, 80 * PAGE))
+    for more in range(1, 10):
+        rig.beat(80 * PAGE + more)
+        assert rig.leader.backoff.active(rig.leader.now)
+    rig.beat(90 * PAGE + 1)
+    assert not rig.leader.backoff.active(rig.leader.now)
+
+
+def test_a_refusal_that_memory_explains_ends_with_what_was_asked_for() -> None:
+    rig = Rig(100 * PAGE, backoff_min=1_000_000, backoff_max=1_000_000)
+    rig.leader.commit.open_grow((run(1, 4),), foreground=False)
+    rig.answer(Refused, cause=driver_refusal(4 * PAGE, PAGE))
+    rig.beat(4 * PAGE - 1)
+    assert rig.leader.backoff.active(rig.leader.now)
+    rig.beat(4 * PAGE)
+    assert not rig.leader.backoff.active(rig.leader.now)
+
+
+def test_a_look_that_falls_due_during_a_transaction_is_made_behind_it() -> None:
+    rig = Rig(1000 * PAGE, reclaim_interval_steps=4, demand_window=0)
+    rig.grow(run(1, 10), run(20, 10))
+    rig.leader.commit.open_grow((run(50, 1),), foreground=False)
+    for _ in range(4):
+        rig.step()
+    rig.finish()
+    rig.step()
+    assert rig.leader.commit.txn is not None
+    assert rig.leader.tables[0].count(PageState.RETIRING) > 0
