@@ -96,7 +96,8 @@ class KnownSettings:
         10,
         "KVCACHED_MAX_RESERVED_PAGES",
         Integer(0, 10, 1 << 30),
-        "Reclaim leaves this many free published pages. 0 with a minimum of 0 maps on demand.",
+        "Reclaim leaves this many free published pages while the engine is busy, and KVCACHED_MIN_RESERVED_PAGES at"
+        " idle. 0 with a minimum of 0 maps on demand.",
         "pages",
         world=True,
     )
@@ -114,7 +115,13 @@ class KnownSettings:
         "Longest exchange with the store or another rank outside of a transaction.",
         "s",
     )
-    log_level: str = setting_field("INFO", "KVCACHED_LOG_LEVEL", LOG_LEVEL, "Least severe message that is logged.")
+    log_level: str = setting_field(
+        "INFO",
+        "KVCACHED_LOG_LEVEL",
+        LOG_LEVEL,
+        "Level of the logger `kvcached_dist`, set when a coordinator starts if it was given; otherwise the logging of"
+        " the application decides.",
+    )
     physical_growth_lock_dir: str = setting_field(
         "/tmp",
         "KVCACHED_PHYSICAL_GROWTH_LOCK_DIR",
@@ -160,6 +167,15 @@ class ProtocolSettings(KnownSettings):
         "KVCACHED_DIST_DRAIN_DEADLINE_S",
         Seconds(10),
         "A retirement that has not drained after this time is cancelled; nobody is lost for it.",
+        "s",
+        world=True,
+    )
+    parked_s: float = setting_field(
+        30.0,
+        "KVCACHED_DIST_PARKED_S",
+        Seconds(30),
+        "SGLang: a chunk of a prompt that has found no memory for this long, with nothing else running, ends: its"
+        " request is aborted on all ranks.",
         "s",
         world=True,
     )

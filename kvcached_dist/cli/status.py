@@ -148,10 +148,14 @@ def _notes(engine: EngineView, tp: object, pp: object) -> Iterator[str]:
         note = view.problem or (view.state or {}).get("failure")
         if note:
             yield f"rank {view.rank}: {escape(str(note))}"
+        native = (view.state or {}).get("native_because")
+        if native:
+            yield f"rank {view.rank}: nothing is elastic: {escape(str(native))}"
         kept = _mapping((view.state or {}).get("runtime_pools"))
         if kept:
             listed = ", ".join(f"{escape(str(name))} {size(held)}" for name, held in sorted(kept.items()))
-            yield f"rank {view.rank}: stays with the engine, subtracted from the budget: {listed}"
+            what = "native pools" if native else "stays with the engine, subtracted from the budget"
+            yield f"rank {view.rank}: {what}: {listed}"
     world_size = _world_size(tp, pp)
     if isinstance(world_size, int):
         missing = sorted(set(range(world_size)) - {view.rank for view in engine.ranks})

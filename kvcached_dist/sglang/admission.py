@@ -3,7 +3,7 @@
 The engine's ``PrefillAdder`` keeps two remainders. The total one (``rem_total_token_offset``) covers tokens that
 requests will produce later: what every rank could still back counts there. The current one stays with published ids,
 because the step allocates right away and a miss after admission ends the server. Sliding-window tokens stay with
-published ids in both: a request needs its window at once, and W covers it.
+published ids in both: the engine wants the window of a request before it admits it, and W has it there.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .engine import prefix_tokens
+from .engine import pages_per_decode, prefix_tokens
 from .runtime import Runtime
 
 PARKED = "_kvcached_parked"
 
 TOTAL = ("rem_total_token_offset", "total_offset")
 CURRENT = ("cur_rem_token_offset", "current_offset")
-"""What is taken off the two remainders: names in ``PrefillAdder`` itself and, in newer versions, in its budget."""
+WINDOW = ("rem_swa_token_offset", "swa_offset")
+"""What is taken off the remainders: names in ``PrefillAdder`` itself and, in newer versions, in its budget."""
 
 
 class Admission:
@@ -32,9 +33,18 @@ class Admission:
         self._runtime = runtime
 
     def opened(self, _result: None, adder: Any, *_args: Any, **_kwargs: Any) -> None:
-        """After ``__init__``: growth counts for tokens of later steps."""
-        if self._runtime.elastic:
-            _shift(adder, TOTAL, -self._runtime.growable_tokens())
+        """After ``__init__``: growth counts for tokens of later steps, and decodes of a mixed step for whole pages.
+
+        The engine starts with one token for each request that decodes in the same step (mixed chunks only). Each may
+        open a page, and a miss ends the server; behind growable tokens there is no slack that would hide it.
+        """
+        if not self._runtime.elastic:
+            return
+        _shift(adder, TOTAL, -self._runtime.growable_tokens())
+        if mixed := _shift(adder, CURRENT, 0):
+            more = mixed * (adder.page_size * pages_per_decode(adder.page_size) - 1)
+            _shift(adder, CURRENT, more)
+            _shift(adder, WINDOW, mixed + more)
 
     def add_chunked_req(self, original: Any, adder: Any, req: Any) -> Any:
         """The next chunk of a long prompt: as much as is published, and none at all where nothing is.
@@ -47,15 +57,20 @@ class Admission:
         page = adder.page_size
         room = (int(adder.cur_rem_tokens) - page) // page * page
         if room <= 0:
-            setattr(adder, PARKED, True)
-            self._runtime.parked_chunks += 1
-            return req
+            return self._park(adder, req)
         withheld = max(0, adder.rem_chunk_tokens - room)
         adder.rem_chunk_tokens -= withheld
         try:
-            return original(adder, req)
+            rest = original(adder, req)
         finally:
             adder.rem_chunk_tokens += withheld
+        # The engine itself parks a chunk that finds nothing in sliding-window layers.
+        return rest if req in adder.can_run_list else self._park(adder, req)
+
+    def _park(self, adder: Any, req: Any) -> Any:
+        setattr(adder, PARKED, True)
+        self._runtime.parked.found_nothing(req)
+        return req
 
     def add_one_req(self, original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """A waiting request: not before a parked chunk, and only with its first step published."""

@@ -7,14 +7,19 @@ Whatever may be missing in another version is looked up by name when it is neede
 from __future__ import annotations
 
 import importlib
+import pickle
 import secrets
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ..coord.core.errors import ConfigError
+from ..coord.core.errors import ConfigError, WaitTimeout
+from ..coord.core.types import Rank
+from ..coord.links.bounded import StoreConnections
+from ..coord.links.store import StartBarrier
 from ..world import World
 
 if TYPE_CHECKING:
@@ -94,17 +99,57 @@ def group_of(parallel: Any) -> Group:
     )
 
 
-def gather(value: object) -> list[Any]:
-    """What every rank of the engine says, in rank order, all groups. Collective, only while the engine starts."""
+def world_rank() -> int:
+    """This rank in the engine's world; 0 in a process without one."""
+    return int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+
+
+def default_store() -> Store:
+    """The store through which the engine's ranks have found one another."""
+    return cast("Store", torch.distributed.distributed_c10d._get_default_store())
+
+
+def gather(value: object, item: str, timeout_s: float) -> list[Any]:
+    """What every rank of the engine says, in rank order, all groups. Collective, only while the engine starts.
+
+    Goes through the store of the engine's processes and not through one of their groups: where this plugin is not
+    registered on some rank, a collective would wait without end or be paired with one of the engine's own.
+
+    Args:
+        value: what this rank says; is pickled.
+        item: what is exchanged: each name once in the life of an engine, in the same order on all ranks.
+        timeout_s: longest wait for the other ranks, in seconds.
+
+    Raises:
+        WaitTimeout: names the ranks that said nothing, and what to look at there.
+        StoreLost: the server of the store is gone.
+
+    Blocks: at most ``timeout_s`` and a grace of half a second.
+    """
     group = world_group()
     if group.world_size == 1:
         return [value]
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
-    return found
+    connections, installed = StoreConnections(default_store()), version("kvcached_dist")
+    # Ranks with another version of this library do not see one another: what is exchanged may differ.
+    barrier = StartBarrier(connections, f"sglang-{installed}", Rank(group.rank_in_group), group.world_size)
+    try:
+        barrier.put(item, pickle.dumps(value), timeout_s)
+        said = barrier.gather(item, timeout_s)
+    except WaitTimeout as error:
+        raise WaitTimeout(
+            error.who,
+            f"its word on {item!r} while elastic pools start. Look in its log for event=plugin and for errors;"
+            f" ENABLE_KVCACHED and the other settings must be the same on every node, and kvcached_dist {installed}"
+            " must be installed there beside the same engine. A slow start needs a larger"
+            " KVCACHED_DIST_START_TIMEOUT_S",
+            error.seconds,
+        ) from error
+    finally:
+        connections.close()
+    return [pickle.loads(said[Rank(rank)]) for rank in range(group.world_size)]
 
 
-def open_store(host: str, group: Group) -> tuple[Store | None, str]:
+def open_store(host: str, group: Group, timeout_s: float) -> tuple[Store | None, str]:
     """A store that all ranks of a group can reach, and the name of this run of it.
 
     Collective over all groups, only while the engine starts.
@@ -112,6 +157,10 @@ def open_store(host: str, group: Group) -> tuple[Store | None, str]:
     Args:
         host: address of this rank, should it keep the store.
         group: the group.
+        timeout_s: longest wait for the other ranks, in seconds.
+
+    Raises:
+        WaitTimeout, StoreLost: as :func:`gather`.
     """
     store: Any = None
     offer: tuple[str, int, str] | None = None
@@ -119,7 +168,7 @@ def open_store(host: str, group: Group) -> tuple[Store | None, str]:
         if group.world.size > 1:
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         offer = host, 0 if store is None else store.port, secrets.token_hex(8)
-    host, port, session = gather(offer)[group.first]
+    host, port, session = gather(offer, "store", timeout_s)[group.first]
     if store is None and group.world.size > 1:
         store = TCPStore(host, port, is_master=False)
     return cast("Store | None", store), str(session)
@@ -247,6 +296,19 @@ def _unserved_dp_attention(configurator: Any, dsv4: bool) -> dict[str, bool]:
     }
 
 
+def _unserved_caches(memory: Any) -> dict[str, bool]:
+    """Prefix caches that no real engine has been served with; a version without one does not have its setting."""
+    registered = getattr(memory, "radix_cache_backend", None)
+    switches = importlib.import_module("sglang.srt.environ").envs
+    tree_in_cpp = getattr(switches, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", None)
+    return {
+        "LMCache": bool(getattr(memory, "enable_lmcache", False)),
+        "FlexKV": bool(getattr(memory, "enable_flexkv", False)),
+        f"the prefix cache of --radix-cache-backend {registered}": bool(registered),
+        "the radix tree in C++": tree_in_cpp is not None and bool(tree_in_cpp.get()),
+    }
+
+
 def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
     parallel = parallel_of(configurator)
     memory, schedule = context("memory"), context("schedule")
@@ -261,6 +323,7 @@ def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
         "HiSparse": memory.enable_hisparse,
         "the hierarchical cache": memory.enable_hierarchical_cache,
         "an external cache": memory.enable_unified_cache_external_linker,
+        **_unserved_caches(memory),
         "the page-major layout": memory.enable_page_major_kv_layout,
         "the memory saver (release_memory_occupation)": context("exec").features.enable_memory_saver,
         "KV sizing after graph capture": configurator.post_capture_kv_active,
@@ -274,6 +337,22 @@ def _refusal(configurator: Any, dsv4: bool, dsv4_bridge: bool) -> str | None:
     }
     reasons = [what for what, found in unsupported.items() if found]
     return f"not supported: {', '.join(reasons)}" if reasons else None
+
+
+def check_cache(tree_cache: Any) -> None:
+    """See that the prefix cache tells what is asked of it in every step.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        int(tree_cache.evictable_size())
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ConfigError(
+            f"the engine's prefix cache is a {type(tree_cache).__name__}, which does not tell how many tokens it could"
+            f" evict (evictable_size(): {type(error).__name__} {error}): choose another prefix cache, or start without"
+            " ENABLE_KVCACHED"
+        ) from error
 
 
 def evict(tree_cache: Any, tokens: int) -> int:

@@ -47,11 +47,13 @@ USES = (
     Use(f"{_SRT}mem_cache.base_prefix_cache", "EvictParams"),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_total_token_offset", (_BUDGET, "total_offset")),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "cur_rem_token_offset", (_BUDGET, "current_offset")),
+    Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_swa_token_offset", (_BUDGET, "swa_offset")),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "rem_chunk_tokens"),
     Use(f"{_SRT}managers.schedule_policy.PrefillAdder", "_lock_node"),
     Use(f"{_SRT}managers.schedule_batch.Req", "prefix_indices", (f"{_SRT}managers.schedule_batch.Req", "prefix_len")),
     Use(f"{_SRT}managers.scheduler_components.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
         "local_reqs"),
+    Use(f"{_SRT}managers.io_struct.AbortReq", "abort_message"),
     Use(f"{_SRT}mem_cache.memory_pool.ReqToTokenPool", "free_slots"),
     Use(f"{_SRT}mem_cache.memory_pool.ReqToTokenPool", "req_to_token"),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import engine
+from .waiting import LOOK, Waiting, queued_length
 
 IDLE_AFTER_S = 0.5
 """The engine is idle when it has had nothing to do for this long: a pause between two requests gives nothing back."""
@@ -32,7 +33,13 @@ class Needs:
         self._chunk = int(chunk) if chunk is not None and chunk > 0 else 0
         self._prefill_max = int(scheduler.max_prefill_tokens)
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
+        self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
+        self._waiting = Waiting(scheduler.waiting_queue)
         self._quiet_since: float | None = None
+
+    def queued(self, request: Any) -> None:
+        """The engine has put a request into its queue: a new one, or one that was retracted."""
+        self._waiting.came(request)
 
     def pages_and_rows(self, pulled: Sequence[Any]) -> tuple[int, int]:
         """W in token pages of the engine, and in request rows.
@@ -43,23 +50,50 @@ class Needs:
         scheduler = self._scheduler
         running = self._running()
         grammar = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
-        if not running and not pulled and not scheduler.waiting_queue and scheduler.chunked_req is None and not grammar:
+        queue, chunk = scheduler.waiting_queue, scheduler.chunked_req
+        tokens, longest = self._waiting.look(queue)
+        if not running and not pulled and not queue and chunk is None and not grammar:
             return 0, 0
-        requests, tokens, longest = 0, 0, 0
-        bound = self._chunk or self._prefill_max
-        for length in self._lengths(pulled, grammar):
-            requests += 1
+        waiting = len(queue) + len(grammar)
+        if chunk is not None:
+            waiting += 1
+            tokens += queued_length(chunk) - engine.prefix_tokens(chunk)
+        for length in (length for request in pulled for length in _pulled_lengths(request)):
+            waiting += 1
             tokens += length
             longest = max(longest, length)
-            if self._chunk and tokens >= bound:
-                break
-        tokens = min(tokens, self._chunk or max(bound, longest))
-        waiting = len(scheduler.waiting_queue) + len(pulled) + len(grammar) + (scheduler.chunked_req is not None)
-        admitted = min(max(waiting, requests), int(scheduler.max_running_requests) + 1)
+        for length in self._grammar_lengths(grammar):
+            tokens += length
+            longest = max(longest, length)
+        tokens = min(tokens, self._chunk or max(self._prefill_max, longest))
+        admitted = min(waiting, int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.
         prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
         decode = running * engine.pages_per_decode(self._page) if running else 0
         return (prefill + decode) * self._steps + 1, admitted * self._steps
+
+    def running_pages(self) -> int:
+        """The part of W, in token pages of the engine, that requests take which decode: they are ended without it."""
+        return self._running() * engine.pages_per_decode(self._page) * self._steps
+
+    def window_pages(self, rows: int, places: int) -> int:
+        """What the engine wants beyond W in sliding-window layers before it admits: a window for each request.
+
+        It admits a request only with ``min(prompt + output, window)`` tokens and a page published and free, however
+        short the prompt is.
+
+        Args:
+            rows: W in request rows.
+            places: request rows that are free, or could be.
+
+        Returns:
+            Token pages of the engine. W has a page for the prompt of each request and one more already, so nothing
+            where a page is as long as the window.
+        """
+        window = int(getattr(self._scheduler.tree_cache, "sliding_window_size", None) or 0)
+        more = max(0, -(-window // self._page) - 1)
+        # One more than there are places: a chunk goes on in its own, or is aborted and leaves it.
+        return more * (rows if self._preempts else min(rows, (places + 1) * self._steps))
 
     def idle(self, pulled: Sequence[Any]) -> bool:
         """Whether nothing runs or waits, for long enough. Questions about the engine's state are no work."""
@@ -73,6 +107,10 @@ class Needs:
             self._quiet_since = now
         return now - self._quiet_since >= IDLE_AFTER_S
 
+    def nothing_runs(self) -> bool:
+        """Whether no request decodes, nor will once its prefill is done."""
+        return not self._running()
+
     def _running(self) -> int:
         """Requests that decode, or will as soon as their prefill is done, in all micro-batches."""
         scheduler = self._scheduler
@@ -82,20 +120,12 @@ class Needs:
         distinct = {id(batch): batch for batch in batches if batch is not None}
         return sum(len(batch.reqs) for batch in distinct.values())
 
-    def _lengths(self, pulled: Sequence[Any], grammar: Sequence[Any]) -> Iterable[int]:
-        scheduler = self._scheduler
-        if scheduler.chunked_req is not None:
-            yield _queued_length(scheduler.chunked_req) - engine.prefix_tokens(scheduler.chunked_req)
-        for request in pulled:
-            yield from _pulled_lengths(request)
-        for request in scheduler.waiting_queue:
-            yield _queued_length(request)
-        for item in grammar:
-            yield _queued_length(item[0] if isinstance(item, tuple) else item)
-
-
-def _queued_length(request: Any) -> int:
-    return len(request.origin_input_ids) + len(request.output_ids)
+    def _grammar_lengths(self, grammar: Sequence[Any]) -> Iterable[int]:
+        """Prompts whose grammar is being compiled: any of them may be queued, and admitted, in the next step."""
+        requests = (item[0] if isinstance(item, tuple) else item for item in grammar)
+        if not self._chunk or len(grammar) <= LOOK:
+            return map(queued_length, requests)
+        return (self._chunk,)
 
 
 def _pulled_lengths(request: Any) -> Iterable[int]:

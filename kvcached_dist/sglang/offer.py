@@ -23,6 +23,7 @@ class Offer:
         draft: draft model whose pool it can back with the target's; ``None``: there is none, or it cannot.
         tokens_with_draft: what its device could ever hold of both.
         native_draft: why the pool of its draft model stays with the engine; empty where there is none.
+        name: a name of the engine for tools, should the operator have given none; that of rank 0 holds.
     """
 
     refused: str = ""
@@ -30,6 +31,7 @@ class Offer:
     draft: drafts.Draft | None = None
     tokens_with_draft: int = 0
     native_draft: str = ""
+    name: str = ""
 
     def held(self, draft: drafts.Draft | None) -> int:
         """Tokens that its device could ever hold, with or without the draft model."""

@@ -41,7 +41,7 @@ class Offload:
         answer.internal_state[STATE] = {
             "elastic": runtime.elastic,
             "native_because": runtime.reason,
-            "parked_chunks": runtime.parked_chunks,
+            "parked_chunks": runtime.parked.rounds,
             "evicted_tokens": runtime.evicted_tokens,
         }
 

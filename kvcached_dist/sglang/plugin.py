@@ -18,6 +18,7 @@ from ..coord.core.errors import ConfigError
 from . import features, specs
 from .admission import Admission
 from .build import Building
+from .engine import check_cache
 from .offload import Offload
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
 
@@ -87,8 +88,10 @@ class Plugin:
             Hook(f"{receiver}_split_work_and_control_reqs", "AFTER", self._split),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
             Hook(f"{_MGR}scheduler.Scheduler.process_input_requests", "BEFORE", self._requests_arrived),
+            Hook(f"{_MGR}scheduler.Scheduler._add_request_to_queue", "AFTER", self._queued),
             Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "BEFORE", self._worker_starts),
             Hook(f"{_MGR}scheduler.Scheduler.init_model_worker", "AFTER", self._worker_ready),
+            Hook(f"{_MGR}scheduler.Scheduler.__init__", "AFTER", self._scheduler_made),
             Hook(f"{front}release_memory_occupation", "AROUND", offload.ask_release),
             Hook(f"{front}resume_memory_occupation", "AROUND", offload.ask_resume),
             Hook(f"{updater}release_memory_occupation", "AROUND", offload.release),
@@ -158,6 +161,11 @@ class Plugin:
     def _worker_ready(self, _result: None, scheduler: Any) -> None:
         self.runtime.attach(scheduler)
 
+    def _scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+        # Its prefix cache is made after its worker; the first step asks it already.
+        if self.runtime.phase is Phase.SERVING:
+            check_cache(scheduler.tree_cache)
+
     def _cleared(self, _result: None, allocator: Any) -> None:
         """The engine's ``clear`` puts every id into the list, backed or not."""
         known = getattr(allocator, LIST_ATTRIBUTE, None)
@@ -182,8 +190,8 @@ class Plugin:
     def _about_to_broadcast(self, receiver: Any, pulled: Any, local: Any = None) -> Any:
         if self.runtime.phase is not Phase.SERVING or pulled is None:
             return None
-        mark = self.runtime.decide([*pulled, *(local or ())])
-        return None if mark is None else ((receiver, pulled, [*(local or ()), mark]), {})
+        ours = self.runtime.to_broadcast([*pulled, *(local or ())])
+        return ((receiver, pulled, [*(local or ()), *ours]), {}) if ours else None
 
     def _split(self, kinds: Any, _receiver: Any, _requests: Any) -> Any:
         """With DP attention marks are work: the control channel is that of all groups, and begins at one of them."""
@@ -203,6 +211,9 @@ class Plugin:
         for mark in marks:
             self.runtime.apply(mark)
         return (scheduler, [request for request in requests if not isinstance(request, Mark)]), {}
+
+    def _queued(self, _result: None, _scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
+        self.runtime.queued(request)
 
     def _pool_stats(self, stats: Any, _observer: Any) -> None:
         """Ids that are not published are free to the leak check, to usage and to load reports."""

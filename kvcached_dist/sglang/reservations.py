@@ -36,14 +36,26 @@ class Reservations:
         register: accounts for a pool by name and bytes; 0 clears its entry.
         device: type of the pools' device: ``cpu`` or ``cuda``.
         ours: addresses at which the storages of this library begin.
+        rank: of this process, for the log.
+        why: they are not elastic, for the log.
 
     Threads: the thread that builds pools.
     """
 
-    def __init__(self, register: Callable[[str, int], None], device: str, ours: frozenset[int]) -> None:
+    def __init__(
+        self,
+        register: Callable[[str, int], None],
+        device: str,
+        ours: frozenset[int],
+        *,
+        rank: int,
+        why: str = "stays with the engine",
+    ) -> None:
         self._register = register
         self._device = device
         self._ours = ours
+        self._rank = rank
+        self._why = why
         self._built: list[tuple[str, Any]] = []
         self._registered: dict[str, int] = {}
 
@@ -78,7 +90,7 @@ class Reservations:
         for name, size in found.items():
             if self._registered.get(name) != size:
                 self._register(name, size)
-                _log.info("event=pool name=%s elastic=no bytes=%d why='stays with the engine'", name, size)
+                _log.info("event=pool rank=%d name=%s elastic=no bytes=%d why=%r", self._rank, name, size, self._why)
         self._registered = dict(found)
 
     def _counts(self, tensor: torch.Tensor) -> bool:

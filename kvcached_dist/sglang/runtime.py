@@ -3,9 +3,10 @@ r"""What is elastic in this scheduler process, from the agreement of all ranks t
 ::
 
     UNDECIDED --agree--> AGREED --start--> STARTED --bind--> BOUND --attach--> SERVING
-        \__________________\_______________\__ NATIVE, with one line that says why
+        \__________________\__ NATIVE, with one line that says why
 
-Every arrow is taken by all ranks together: each follows an exchange in which a single no keeps the native pools.
+Every arrow is taken by all ranks together: each follows an exchange in which a single no keeps the native pools. Once
+buffers are elastic there is no way back: what is missing then ends the start.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from ..config import Config
 from ..coord.core.entries import Evict, Growable, Publish, Retire, Unretire
 from ..coord.core.errors import ConfigError, InvariantViolation
 from ..faults import FaultPlan
+from ..snapshot import unique_name
 from ..stream import EngineList, StreamCoordinator
 from . import capacity, engine, specs
 from .cache_budget import CacheBudget
 from .fence import StreamFence
 from .lists import TokenList
+from .native import NativePools
 from .needs import Needs
 from .offer import Offer, common_draft, offer, refusals
+from .parked import ParkedChunk
 from .request_table import RequestTable
 from .reservations import Reservations
 from .rows import RowList
@@ -70,9 +74,6 @@ class Mark:
     def __init__(self, frames: tuple[bytes, ...]) -> None:
         self.frames = frames
 
-    def __reduce__(self) -> tuple[type[Mark], tuple[tuple[bytes, ...]]]:
-        return Mark, (self.frames,)
-
 
 class Runtime:
     """State of one scheduler process.
@@ -90,7 +91,7 @@ class Runtime:
         self.reason = ""
         self.coordinator: StreamCoordinator | None = None
         self.lists: dict[str, TokenList | RowList] = {}
-        self.parked_chunks = 0
+        self.parked = ParkedChunk(config.parked_s)
         self.evicted_tokens = 0
         self._missing = missing
         self._cache_budget = CacheBudget(config)
@@ -104,6 +105,8 @@ class Runtime:
         self._takeover: specs.Takeover | None = None
         self._request_table = RequestTable()
         self._reservations: Reservations | None = None
+        self._native: NativePools | None = None
+        self._name = ""
 
     @property
     def elastic(self) -> bool:
@@ -148,11 +151,14 @@ class Runtime:
 
         Raises:
             ConfigError: with ``KVCACHED_REQUIRE``, the pools would stay native.
+            WaitTimeout: a rank said nothing, as one does in which this plugin is not registered.
         """
         if configurator.is_draft_worker or self.phase is not Phase.UNDECIDED:
             return None
+        self._configurator = configurator
         mine = offer(configurator, sizes, self.config, self._missing(), self._scheduler)
-        offers: list[Offer] = engine.gather(mine)
+        offers: list[Offer] = self._gather(dataclasses.replace(mine, name=unique_name()), "offer")
+        self._name = self.config.ipc_name or offers[0].name
         refused = refusals(offers)
         if refused:
             self.stay_native(refused)
@@ -168,7 +174,7 @@ class Runtime:
                 self.stay_native(str(error))
                 return None
         self.phase = Phase.AGREED
-        self._configurator, self.sizes, self.draft = configurator, smaller or sizes, draft
+        self.sizes, self.draft = smaller or sizes, draft
         if native_draft:
             _log.warning("event=pool rank=%d name=draft elastic=no why=%r", self.parallel.world.rank, native_draft)
         if smaller is None:
@@ -192,16 +198,19 @@ class Runtime:
         configurator = self._configurator
         takeover: specs.Takeover | None = None
         try:
-            takeover = describe(self.config.host_granule_bytes if configurator.device == "cpu" else 2 << 20)
+            host = configurator.device == "cpu"
+            takeover = describe(self.config.host_granule_bytes if host else capacity.CUDA_GRANULE_BYTES)
             reason = ""
         except ConfigError as error:
             reason = str(error)
-        refused = [f"rank {rank}: {why}" for rank, why in enumerate(engine.gather(reason)) if why]
+        refused = [f"rank {rank}: {why}" for rank, why in enumerate(self._gather(reason, "takeover")) if why]
         if refused or takeover is None:
             self.stay_native("; ".join(refused))
             return None
         group = self.parallel
-        store, session = engine.open_store(engine.store_host(configurator.server_args), group)
+        store, session = engine.open_store(
+            engine.store_host(configurator.server_args), group, self.config.start_timeout_s
+        )
         world = group.world
         self._takeover = takeover
         self.coordinator = StreamCoordinator.start(
@@ -244,7 +253,9 @@ class Runtime:
     def bind(self, pools: Any) -> None:
         """The engine has built its allocators: their lists hold published ids only from now on."""
         if self.phase is Phase.AGREED:
-            self.stay_native(f"rank 0: the engine built a {type(pools.token_to_kv_pool).__name__}")
+            self.stay_native(f"rank {engine.world_rank()}: the engine built a {type(pools.token_to_kv_pool).__name__}")
+        if self._native is not None:
+            self._native.add(pools)
         if self.phase is not Phase.STARTED:
             return
         allocator = pools.token_to_kv_pool_allocator
@@ -260,12 +271,14 @@ class Runtime:
         self.reserve(pools)
 
     def reserve(self, pools: Any, prefix: str = "") -> None:
-        """Account for what the engine has built for itself beside the elastic pools.
+        """Account for what the engine has built for itself beside the elastic pools; tell of native ones.
 
         Args:
             pools: what the engine's ``_init_pools`` returned.
             prefix: in front of the names of its pools.
         """
+        if self._native is not None:
+            self._native.add(pools, prefix)
         if not self.elastic or not self.config.sglang_dsv4_runtime_reservation:
             return
         if self._reservations is None:
@@ -273,18 +286,33 @@ class Runtime:
             native, indices = coordinator.backing.native, range(len(coordinator.stage.pools))
             self._reservations = Reservations(
                 coordinator.register_runtime_pool, self._configurator.device,
-                frozenset(native.base(index) for index in indices),
+                frozenset(native.base(index) for index in indices), rank=coordinator.world.rank,
             )  # fmt: skip
         self._reservations.add(pools, prefix)
 
     def attach(self, scheduler: Any) -> None:
-        """Collective: the scheduler exists on all ranks and every hook is in force; marks may flow."""
-        if self.phase is not Phase.BOUND:
-            if self.phase is not Phase.NATIVE:
-                self.stay_native(f"the engine built its pools elsewhere (phase {self.phase.value})")
+        """Collective: the scheduler exists on all ranks and every hook is in force; marks may flow.
+
+        Raises:
+            ConfigError: buffers are elastic and something that must be hooked is not.
+            WaitTimeout: a rank did not come.
+        """
+        if self.phase is Phase.NATIVE:
             return
         missing = self._missing()
-        late = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(engine.gather(missing)) if names]
+        if self.phase is Phase.STARTED:
+            # Its buffers are elastic and its free lists hold ids without memory: too late for native pools.
+            what = ", ".join(missing) or "KVCacheConfigurator._init_pools, or what the engine calls instead"
+            raise ConfigError(
+                f"rank {self.parallel.world.rank}: the engine has elastic buffers, but its free lists were never taken"
+                f" over (phase {self.phase.value}); not hooked: {what}. Run kvcached-dist sglang in this environment,"
+                " and start without ENABLE_KVCACHED until it says that every hook is in force"
+            )
+        if self.phase is not Phase.BOUND:
+            self.stay_native(f"the engine built its pools elsewhere (phase {self.phase.value})")
+            return
+        said = enumerate(self._gather(missing, "attach"))
+        late = [f"rank {rank}: {', '.join(names)}" for rank, names in said if names]
         if late:
             raise ConfigError(f"hooks went out of force while the engine started ({'; '.join(late)})")
         self._scheduler = scheduler
@@ -294,6 +322,11 @@ class Runtime:
         # A scheduler leaves through multiprocessing, which runs its own finalizers and not those of atexit. The
         # others are told, so that an orderly end is not taken for a death.
         Finalize(None, coordinator.close, exitpriority=EXIT_PRIORITY)
+        self._tell_elastic(coordinator)
+
+    @staticmethod
+    def _tell_elastic(coordinator: StreamCoordinator) -> None:
+        """One line for each pool."""
         for pool in coordinator.stage.pools:
             state = coordinator.snapshot()["pools"][pool.name]
             _log.info(
@@ -301,6 +334,9 @@ class Runtime:
                 " native_bytes=%d", coordinator.world.rank, pool.name, pool.domain, len(pool.layers),
                 state["virtual_bytes"], state["mapped_bytes"], state["static_bytes"],
             )  # fmt: skip
+
+    def _gather(self, value: object, item: str) -> list[Any]:
+        return engine.gather(value, item, self.config.start_timeout_s)
 
     def stay_native(self, reason: str) -> None:
         """The engine's own pools stay; one line says why.
@@ -312,7 +348,9 @@ class Runtime:
         self.reason = reason
         if self.config.require:
             raise ConfigError(f"KVCACHED_REQUIRE=1, but the pools would stay native: {reason}")
-        _log.warning("event=pool name=all elastic=no why=%r", reason)
+        _log.warning("event=pool rank=%d name=all elastic=no why=%r", engine.world_rank(), reason)
+        if self._configurator is not None:
+            self._native = NativePools(self.config, self._name, reason, self._configurator)
 
     # ------------------------------------------------------------------ the stream
 
@@ -332,8 +370,30 @@ class Runtime:
             coordinator.evict(surplus)
         pages, rows = needs.pages_and_rows(pulled)
         wanted = {name: rows if name == specs.ROWS else pages for name in self.lists}
-        frames = coordinator.decide(wanted, idle=idle)
+        if rows and (known := self.lists.get(specs.SWA)) is not None:
+            free = int(self._scheduler.req_to_token_pool.available_size()) + self.unpublished_tokens(specs.ROWS)
+            wanted[specs.SWA] = min(pages + needs.window_pages(rows, free), known.book.ids)
+        decoding = needs.running_pages()
+        running = {name: min(decoding, count) for name, count in wanted.items() if name != specs.ROWS}
+        frames = coordinator.decide(wanted, idle=idle, running=running)
         return Mark(frames) if frames else None
+
+    def to_broadcast(self, pulled: Sequence[Any]) -> list[Any]:
+        """On rank 0: what this library puts into the broadcast that follows at once.
+
+        Args:
+            pulled: the requests in hand.
+        """
+        mark = self.decide(pulled)
+        if self._needs is None:
+            return []
+        aborts = self.parked.aborts(self._scheduler.chunked_req, self._needs.nothing_runs)
+        return aborts if mark is None else [*aborts, mark]
+
+    def queued(self, request: Any) -> None:
+        """The engine has put a request into its queue; only rank 0 needs to know."""
+        if self._needs is not None:
+            self._needs.queued(request)
 
     def apply(self, mark: Mark) -> None:
         """On every rank, before anything else of the same list is handled."""

@@ -24,8 +24,9 @@ LOOK_S = 1.0
 SETTLE_S = 0.1
 """A rank that goes down with the whole engine is killed within this time and has nothing to report."""
 
-GRACE_S = 5.0
-"""How long the parent has to end this process before it ends itself."""
+GRACE_S = 0.8
+"""How long the parent has to end this process before it ends itself: with :data:`SETTLE_S`, a second after the failure.
+The engine takes several to end a rank that is stopped, and the ranks that are not would wait for it."""
 
 
 class Watch:

@@ -162,6 +162,13 @@ class Server:
                 assert time.monotonic() < deadline, self.tail()
                 time.sleep(0.1)
 
+    def told(self) -> Mapping[str, Any]:
+        """What rank 0's scheduler says of the library at ``/server_info``."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info", timeout=30) as answer:
+            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        found: Mapping[str, Any] = states[0]["kvcached_dist"]
+        return found
+
     # ------------------------------------------------------------------ from outside
 
     def ranks(self) -> list[RankView]:

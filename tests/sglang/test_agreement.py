@@ -57,7 +57,7 @@ def runtime(missing: tuple[str, ...] = (), **settings: Any) -> Runtime:
 def others(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the other ranks answer, after this one."""
     answers: list[Any] = []
-    monkeypatch.setattr(engine, "gather", lambda mine: [mine, *answers])
+    monkeypatch.setattr(engine, "gather", lambda mine, *_: [mine, *answers])
     return answers
 
 
@@ -86,6 +86,70 @@ def test_what_is_not_supported_stays_native_and_is_named(
     assert made.agree(configurator(**change), sizes()) is None
     assert made.phase is Phase.NATIVE
     assert f"rank 0: not supported: {why}" in made.reason
+
+
+@pytest.mark.parametrize(
+    ("group", "setting", "value", "why"),
+    [
+        ("disagg", "disaggregation_mode", "decode", "disaggregated prefill or decode"),
+        ("memory", "enable_unified_memory", True, "unified memory"),
+        ("memory", "enable_hisparse", True, "HiSparse"),
+        ("memory", "enable_hierarchical_cache", True, "the hierarchical cache"),
+        ("memory", "enable_unified_cache_external_linker", True, "an external cache"),
+        ("memory", "enable_lmcache", True, "LMCache"),
+        ("memory", "enable_flexkv", True, "FlexKV"),
+        ("memory", "radix_cache_backend", "mine", "the prefix cache of --radix-cache-backend mine"),
+        ("memory", "enable_page_major_kv_layout", True, "the page-major layout"),
+        ("exec.features", "enable_memory_saver", True, "the memory saver (release_memory_occupation)"),
+        ("schedule", "prefill_only_disable_kv_cache", True, "prefill without a KV cache"),
+    ],
+)
+def test_a_setting_of_the_engine_that_is_not_supported_keeps_the_native_pools(
+    group: str, setting: str, value: object, why: str, engine_settings: Any
+) -> None:
+    first, *rest = group.split(".")
+    settings = engine.context(first)
+    for name in rest:
+        settings = getattr(settings, name)
+    assert engine.refusal(configurator(), dsv4_bridge=True) is None
+    with settings.override(**{setting: value}):
+        assert engine.refusal(configurator(), dsv4_bridge=True) == f"not supported: {why}"
+
+
+@pytest.mark.parametrize(
+    ("sizes_and_ranks", "why"),
+    [
+        ({"dp_size": 2}, "several data-parallel replicas"),
+        ({"attn_cp_size": 2}, "context-parallel attention"),
+        ({"attn_dcp_size": 2}, "context-parallel attention"),
+    ],
+)
+def test_a_topology_that_is_not_supported_keeps_the_native_pools(
+    sizes_and_ranks: dict[str, int], why: str, engine_settings: Any
+) -> None:
+    made = configurator()
+    vars(made.ps).update(sizes_and_ranks)
+    assert engine.refusal(made, dsv4_bridge=True) == f"not supported: {why}"
+
+
+def test_the_radix_tree_in_cpp_keeps_the_native_pools(engine_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    assert engine.refusal(configurator(), dsv4_bridge=True) == "not supported: the radix tree in C++"
+
+
+def test_diffusion_models_keep_the_native_pools(engine_settings: Any) -> None:
+    made = configurator(server_args=SimpleNamespace(dllm_algorithm="LowConfidence"))
+    assert engine.refusal(made, dsv4_bridge=True) == "not supported: diffusion models"
+
+
+def test_deepseek_v4_stays_native_where_its_bridge_is_off(
+    engine_settings: Any, others: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "is_dsv4", lambda _configurator: True)
+    assert engine.refusal(configurator(), dsv4_bridge=True) is None
+    made = runtime(sglang_dsv4_kv_pool_bridge=False)
+    made.agree(configurator(), sizes())
+    assert made.reason == "rank 0: not supported: DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)"
 
 
 @pytest.mark.parametrize("missing", ["spec_algorithm", "layer_info", "pool_page_size"])
@@ -146,3 +210,20 @@ def test_an_engine_that_builds_another_pool_stays_native(engine_settings: Any, o
     made.bind(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
     assert made.phase is Phase.NATIVE
     assert "the engine built a SimpleNamespace" in made.reason
+
+
+def test_elastic_buffers_without_elastic_lists_end_the_start(engine_settings: Any, others: list[Any]) -> None:
+    """Too late for native pools: the engine's lists would hand out ids without memory."""
+    made = runtime(missing=("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools",))
+    made._configurator, made.phase = configurator(), Phase.STARTED
+    with pytest.raises(ConfigError, match=r"rank 0: the engine has elastic buffers.*not hooked: .*\._init_pools\. Run"):
+        made.attach(SimpleNamespace())
+    assert made.phase is Phase.STARTED
+
+
+@pytest.mark.parametrize("phase", [Phase.UNDECIDED, Phase.AGREED])
+def test_an_engine_that_built_its_pools_elsewhere_stays_native(phase: Phase) -> None:
+    made = runtime()
+    made.phase = phase
+    made.attach(SimpleNamespace())
+    assert (made.phase, made.reason) == (Phase.NATIVE, f"the engine built its pools elsewhere (phase {phase.value})")

@@ -100,7 +100,7 @@ def test_a_window_that_does_not_fit_is_said(engine_settings: Any) -> None:
 def test_a_window_that_fits_on_no_rank_keeps_the_native_pools(
     engine_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "gather", lambda mine: [mine])
+    monkeypatch.setattr(engine, "gather", lambda mine, *_: [mine])
     made = runtime(host_capacity_bytes=48 << 10, host_granule_bytes=GRANULE)
     assert made.agree(hybrid(), window_sizes()) is None
     assert made.phase is Phase.NATIVE

@@ -118,7 +118,7 @@ def test_the_least_of_all_ranks_holds_target_and_draft(
     assert both < alone
     with_draft = Offer(tokens=4096, draft=draft, tokens_with_draft=320)
     for other, expected in ((with_draft, 320), (Offer(tokens=640), 640)):
-        monkeypatch.setattr(engine, "gather", lambda mine, other=other: [mine, other])
+        monkeypatch.setattr(engine, "gather", lambda mine, *_, other=other: [mine, other])
         deciding = runtime()
         cut: Any = deciding.agree(made, sizes(4096))
         assert (cut.max_total_num_tokens, deciding.draft) == (expected, other.draft)

@@ -47,7 +47,7 @@ def test_every_group_has_a_store_and_a_session_of_its_own(monkeypatch: pytest.Mo
     said: list[Any] = [None] * 4
     meet, mine = threading.Barrier(4), threading.local()
 
-    def gather(value: object) -> list[Any]:
+    def gather(value: object, *_: object) -> list[Any]:
         said[mine.rank] = value
         meet.wait(10)
         return list(said)
@@ -56,7 +56,7 @@ def test_every_group_has_a_store_and_a_session_of_its_own(monkeypatch: pytest.Mo
 
     def open_store(rank: int) -> tuple[Any, str]:
         mine.rank = rank
-        return engine.open_store("127.0.0.1", engine.group_of(parallel(rank, tp=4, dp=2, pp=1)))
+        return engine.open_store("127.0.0.1", engine.group_of(parallel(rank, tp=4, dp=2, pp=1)), 10.0)
 
     with ThreadPoolExecutor(4) as pool:
         (first, one), (second, two), (third, three), (_, four) = pool.map(open_store, range(4))
@@ -67,8 +67,8 @@ def test_every_group_has_a_store_and_a_session_of_its_own(monkeypatch: pytest.Mo
 
 
 def test_a_group_of_one_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "gather", lambda value: [value])
-    store, session = engine.open_store("127.0.0.1", Group(0, 1, 0, 1, 0, 1))
+    monkeypatch.setattr(engine, "gather", lambda value, *_: [value])
+    store, session = engine.open_store("127.0.0.1", Group(0, 1, 0, 1, 0, 1), 10.0)
     assert store is None
     assert session
 

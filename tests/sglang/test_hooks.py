@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,11 +69,78 @@ def test_a_bad_setting_ends_the_start(engine_settings: Any, monkeypatch: pytest.
         plugin_module.register()
 
 
+def test_automatic_patching_switched_off_registers_nothing(
+    engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVCACHED_AUTOPATCH", "0")
+    plugin_module.register()
+    assert "event=plugin elastic=no why='KVCACHED_AUTOPATCH is off'" in caplog.text
+    assert not registry._hooks
+    monkeypatch.setenv("KVCACHED_AUTOPATCH", "1")
+    plugin_module.register()
+    assert set(registry._hooks) == {hook.target for hook in Plugin(Config.preset("tests")).hooks}
+
+
+def load_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own way of running plugins, which logs and swallows their exceptions."""
+    from sglang.srt import plugins
+
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "kvcached_dist")
+    plugins.load_plugins()
+
+
+@pytest.mark.parametrize("broken", ["kvcached_dist.sglang.plugin", "kvcached_dist.config"])
+def test_a_library_that_cannot_be_imported_ends_the_start_where_elastic_pools_are_required(
+    broken: str, engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENABLE_KVCACHED", "1")
+    monkeypatch.setenv("KVCACHED_REQUIRE", "1")
+    _break_import(monkeypatch, broken)
+    with pytest.raises(SystemExit, match=f"KVCACHED_REQUIRE=1, but the pools would stay native: .*{broken}"):
+        load_as_the_engine_does(monkeypatch)
+
+
+@pytest.mark.parametrize(("enabled", "lines"), [("1", 1), ("0", 0)])
+def test_a_library_that_cannot_be_imported_keeps_the_native_pools_and_says_so(
+    enabled: str, lines: int, engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("ENABLE_KVCACHED", enabled)
+    _break_import(monkeypatch, "kvcached_dist.config")
+    load_as_the_engine_does(monkeypatch)
+    assert caplog.text.count("event=plugin elastic=no why='ModuleNotFoundError: ") == lines
+    assert "Failed to execute general plugin" not in caplog.text
+    assert not registry._hooks
+
+
+def _break_import(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    parent, _, name = module.rpartition(".")
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delattr(f"{parent}.{name}", raising=False)
+
+
+class Tree:
+    """A prefix cache of the engine that counts its tokens per component only."""
+
+    def evictable_size(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_prefix_cache_that_does_not_say_what_it_could_evict_ends_the_start() -> None:
+    plugin = Plugin(Config.preset("tests"))
+    plugin._scheduler_made(None, SimpleNamespace(tree_cache=Tree()))
+    plugin.runtime.phase = Phase.SERVING
+    with pytest.raises(ConfigError, match=r"prefix cache is a Tree.*NotImplementedError"):
+        plugin._scheduler_made(None, SimpleNamespace(tree_cache=Tree()))
+    plugin._scheduler_made(None, SimpleNamespace(tree_cache=SimpleNamespace(evictable_size=lambda: 0)))
+
+
 def test_what_stays_native_says_why_or_ends_the_start(caplog: pytest.LogCaptureFixture) -> None:
     lenient = Plugin(Config.preset("tests")).runtime
     lenient.stay_native("rank 1: MLA")
     assert lenient.phase is Phase.NATIVE
-    assert "elastic=no why='rank 1: MLA'" in caplog.text
+    assert "event=pool rank=0 name=all elastic=no why='rank 1: MLA'" in caplog.text
     with pytest.raises(ConfigError, match="KVCACHED_REQUIRE=1, but the pools would stay native: rank 1: MLA"):
         Plugin(Config.preset("tests", require=True)).runtime.stay_native("rank 1: MLA")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from kvcached_dist.sglang import engine
 from kvcached_dist.sglang.needs import IDLE_AFTER_S, Needs
+from kvcached_dist.sglang.waiting import LOOK
 
 
 def request(prompt: int, produced: int = 0, cached: int = 0) -> Any:
@@ -99,3 +101,94 @@ def test_a_pause_between_two_requests_is_not_idleness(monkeypatch: pytest.Monkey
     assert not needs.idle([pulled(1)])
     now[0] += IDLE_AFTER_S / 2
     assert not needs.idle(())
+
+
+# ---------------------------------------------------------------------- long queues
+
+
+def naive(given: Any, *received: Any) -> int:
+    """W in pages with a walk through all that waits, in whatever order it will be."""
+    lengths = [len(item.input_ids) for item in received]
+    lengths += [len(item.origin_input_ids) + len(item.output_ids) for item in given.waiting_queue]
+    chunk = given.chunked_prefill_size
+    tokens = min(sum(lengths), chunk if chunk > 0 else max(given.max_prefill_tokens, *lengths, 0))
+    admitted = min(len(lengths), given.max_running_requests + 1)
+    return -(-tokens // given.page_size) + 2 * admitted + 1 if tokens else 0
+
+
+@pytest.mark.parametrize("chunk", [4096, 1 << 30, -1])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_queue_never_needs_less_than_a_walk_through_it_would_say(chunk: int, seed: int) -> None:
+    chance = random.Random(seed)
+    given = scheduler(chunked_prefill_size=chunk, waiting_queue=[], max_prefill_tokens=64)
+    needs = Needs(given)
+    for step in range(250):
+        queue = given.waiting_queue
+        # What the engine does between two looks: admit, abort, sort; and queue what came or was retracted.
+        for _ in range(chance.choice((0, 0, 1, 3, 9, 40)) if step < 150 else 0):
+            length = chance.choice((1, 5, 30, *[chance.randrange(100, 9000)] * (chance.random() < 0.1)))
+            queue.append(request(length, produced=chance.choice((0, 0, 50))))
+            needs.queued(queue[-1])
+        if step % 3 == 0:
+            chance.shuffle(queue)
+        leaving = set(chance.sample(range(len(queue)), min(len(queue), chance.choice((0, 0, 0, 0, 1, 9)))))
+        given.waiting_queue = [item for place, item in enumerate(queue) if place not in leaving]
+        received = [pulled(chance.choice((1, 700))) for _ in range(chance.choice((0, 0, 2)))]
+        assert needs.pages_and_rows(received)[0] >= naive(given, *received)
+
+
+def test_what_has_left_a_long_queue_is_found_in_a_round() -> None:
+    long, short = [request(5000)], [request(1) for _ in range(100)]
+    given = scheduler(chunked_prefill_size=-1, waiting_queue=[*long, *short])
+    needs = Needs(given)
+    assert needs.pages_and_rows(())[0] == naive(given)
+    given.waiting_queue = short
+    high = naive(scheduler(chunked_prefill_size=-1, waiting_queue=[*long, *short]))
+    seen = [needs.pages_and_rows(())[0] for _ in range(2 * -(-101 // LOOK))]
+    assert seen[0] == high
+    assert seen[-1] == naive(given) < high
+
+
+@pytest.mark.parametrize("chunk", [256, -1])
+def test_a_step_looks_at_a_bounded_number_of_requests(chunk: int) -> None:
+    looked: list[int] = []
+
+    class Counted(SimpleNamespace):
+        @property
+        def origin_input_ids(self) -> list[int]:
+            looked.append(1)
+            return [0]
+
+    given = scheduler(chunked_prefill_size=chunk, waiting_queue=[Counted(output_ids=[]) for _ in range(1000)])
+    needs = Needs(given)
+    for _ in range(200):
+        looked.clear()
+        needs.pages_and_rows(())
+        assert len(looked) <= LOOK
+
+
+def test_many_prompts_whose_grammar_is_compiled_count_as_a_chunk() -> None:
+    manager = SimpleNamespace(grammar_queue=[(request(1), None)] * (LOOK + 1))
+    assert pages(scheduler(grammar_manager=manager)) == 16 + 2 * 9 + 1
+    assert pages(scheduler(grammar_manager=manager, chunked_prefill_size=-1)) == 2 + 2 * 9 + 1
+
+
+def test_every_request_of_a_received_batch_counts() -> None:
+    assert Needs(scheduler()).pages_and_rows([SimpleNamespace(batch=[pulled(10)] * 5)]) == (4 + 2 * 5 + 1, 5)
+
+
+# ---------------------------------------------------------------------- sliding windows
+
+
+@pytest.mark.parametrize(("page", "window", "more"), [(1, 512, 511), (16, 512, 31), (16, 500, 31), (256, 128, 0)])
+def test_a_window_is_wanted_for_each_request_that_could_be_admitted(page: int, window: int, more: int) -> None:
+    given = scheduler(page_size=page, tree_cache=SimpleNamespace(sliding_window_size=window))
+    assert Needs(given).window_pages(rows=5, places=8) == 5 * more
+    assert Needs(given).window_pages(rows=5, places=1) == 2 * more
+    given.enable_priority_preemption = True
+    assert Needs(given).window_pages(rows=5, places=1) == 5 * more
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_without_windows_nothing_more_is_wanted(window: int | None) -> None:
+    assert Needs(scheduler(tree_cache=SimpleNamespace(sliding_window_size=window))).window_pages(5, 8) == 0

@@ -107,7 +107,7 @@ def pool_of(**values: Any) -> Any:
 
 def reserved(pools: Any, *ours: torch.Tensor) -> tuple[Reservations, Book]:
     book = Book()
-    made = Reservations(book, "cpu", frozenset(tensor.untyped_storage().data_ptr() for tensor in ours))
+    made = Reservations(book, "cpu", frozenset(tensor.untyped_storage().data_ptr() for tensor in ours), rank=0)
     made.add(pools)
     return made, book
 
@@ -164,7 +164,7 @@ def test_the_split_indexer_of_deepseek_v4_stays_native_beside_elastic_pools(
         indexer = made.pool.c4_indexer_kv_pool
         ours = frozenset(made.backing.native.base(i) for i in range(len(made.taken.stage.pools)))
         book = Book()
-        reservations = Reservations(book, "cpu", ours)
+        reservations = Reservations(book, "cpu", ours, rank=0)
         reservations.add(SimpleNamespace(token_to_kv_pool=made.pool))
         path = "token_to_kv_pool.c4_indexer_kv_pool.index_k_"
         assert reservations.bytes == {

@@ -41,12 +41,22 @@ class Log:
         self.applied.append(frames)
         return self.entries
 
-    def decide(self, wanted: dict[str, int], *, idle: bool) -> tuple[bytes, ...]:
+    def decide(self, wanted: dict[str, int], *, idle: bool, running: dict[str, int]) -> tuple[bytes, ...]:
         self.wanted.append(wanted)
         return (b"frame",) if self.entries else ()
 
     def evict(self, tokens: int) -> None:
         self.evictions.append(tokens)
+
+
+class Fixed:
+    """Needs that a test wants."""
+
+    def __init__(self, pages: int, rows: int, idle: bool) -> None:
+        self.pages_and_rows = lambda _pulled: (pages, rows)
+        self.idle = lambda _pulled: idle
+        self.running_pages = lambda: 0
+        self.nothing_runs = lambda: True
 
 
 def stage() -> StageSpec:
@@ -128,7 +138,7 @@ def test_the_budget_of_the_prefix_cache_is_kept_at_idle(idle: bool, evicted: lis
     log = Log()
     engine = scheduler(tree_cache=SimpleNamespace(evictable_size=lambda: 100))
     plugin = serving(log, engine, max_cached_tokens=60)
-    plugin.runtime._needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (3, 1), idle=lambda _: idle))
+    plugin.runtime._needs = cast(Any, Fixed(3, 1, idle))
     assert plugin.runtime.decide([]) is None
     assert log.evictions == evicted
     assert log.wanted == [{specs.FULL: 3, specs.ROWS: 1}]
@@ -150,7 +160,7 @@ def test_a_list_without_marks_is_left_as_it_is() -> None:
 
 
 def test_only_the_rank_that_pulls_puts_a_mark_and_only_when_there_is_something_to_say() -> None:
-    needs = cast(Any, SimpleNamespace(pages_and_rows=lambda _: (1, 1), idle=lambda _: False))
+    needs = cast(Any, Fixed(1, 1, idle=False))
     speaking, silent = serving(Log([Reclaimed(Txn(1))])), serving(Log())
     speaking.runtime._needs = silent.runtime._needs = needs
     (_, pulled, local), _ = speaking._about_to_broadcast("receiver", ["request"], ["abort"])

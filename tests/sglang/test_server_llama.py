@@ -6,7 +6,6 @@ and really came back.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -14,7 +13,6 @@ import signal
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,8 +118,7 @@ def test_the_prefix_cache_is_used_memory_while_memory_can_grow(server: Server) -
 
 def evicted(server: Server) -> int:
     """Tokens that the log has evicted, as the scheduler itself says."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/server_info", timeout=30) as answer:
-        return int(json.load(answer)["internal_states"][0]["kvcached_dist"]["evicted_tokens"])
+    return int(server.told()["evicted_tokens"])
 
 
 def test_the_prefix_cache_is_not_evicted_while_busy_and_goes_down_to_its_budget_at_idle(server: Server) -> None:
@@ -158,11 +155,14 @@ def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) ->
         eventually(lambda: server.states()[0]["domains"]["full"]["growable"] <= 256, server.states)
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(server.generate, cases.PROMPT[k : k + 800], 12) for k in (0, 50, 100)]
-            time.sleep(1.0)
-            felt = not any(answer.done() for answer in answers)
-            hog.abort(1)
+            try:
+                eventually(lambda: server.states()[0]["domains"]["full"]["growable"] == 0, server.states)
+                time.sleep(1.0)
+                assert server.states()[0]["domains"]["full"]["growable"] == 0
+                assert not any(answer.done() for answer in answers)
+            finally:
+                hog.abort(1)
             tokens = [answer.result() for answer in answers]
-        assert felt
     finally:
         hog.close()
     assert [len(answer) for answer in tokens] == [12, 12, 12]
@@ -174,7 +174,7 @@ def test_random_requests_with_aborts_and_disconnects_leave_nothing(server: Serve
     choose = random.Random(5)
     small = idle_bytes(server)
 
-    def one(number: int) -> None:
+    def one(number: int) -> bool:
         start, length, tokens = choose.randrange(400), choose.randrange(5, 400), choose.randrange(1, 30)
         prompt = cases.PROMPT[start : start + length]
         try:
@@ -183,18 +183,19 @@ def test_random_requests_with_aborts_and_disconnects_leave_nothing(server: Serve
             elif number % 7 == 0:
                 server.post("/abort_request", {"abort_all": True})
             else:
-                server.generate(prompt, tokens)
-        except (OSError, KeyError, urllib.error.URLError):
-            pass
+                return len(server.generate(prompt, tokens)) == tokens
+        except (OSError, KeyError):
+            return False  # it was aborted, or its client had gone
+        return False
 
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(one, range(60)))
+        assert sum(pool.map(one, range(60))) >= 5  # the others were aborted, or their clients went away
     assert idle_bytes(server) == small
     first, second = server.states()
     assert first["domains"] == second["domains"]
 
 
-def test_a_prompt_that_no_rank_could_hold_is_an_error_and_the_queue_goes_on(server: Server) -> None:
+def test_a_prompt_beyond_the_context_is_an_error_and_the_queue_goes_on(server: Server) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.generate([5] * 5000, 4)
     assert refused.value.code == 400
@@ -207,7 +208,7 @@ def test_a_killed_rank_ends_all_of_them_with_the_first_cause(server: Server) -> 
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()
     eventually(lambda: not alive(pids[0]), server.tail, 10.0)
-    assert time.monotonic() - killed < 5.0
+    assert time.monotonic() - killed < 1.5
     log = server.log.read_text()
     assert "event=group_failed rank=0" in log
     assert "rank 1: rank lost" in log

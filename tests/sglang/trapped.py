@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvcached_dist import _native
 from tests.sglang.models import LLAMA_OPTIONS, write_llama
@@ -62,13 +59,6 @@ class Trapped:
             of_rank[rank].append((event.what, txn))
         return [of_rank[rank] for rank in sorted(of_rank)]
 
-    def told(self) -> dict[str, Any]:
-        """What rank 0's scheduler says of the library at ``/server_info``."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/server_info", timeout=30) as answer:
-            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
-        found: dict[str, Any] = states[0]["kvcached_dist"]
-        return found
-
     def shrink(self) -> None:
         """Flush, and wait until just the reserve is held."""
         self.server.flush()
@@ -80,10 +70,10 @@ class Trapped:
         eventually(small, self.server.states)
 
     @contextlib.contextmanager
-    def switched(self, name: str) -> Iterator[None]:
-        """A disturbance is on inside."""
+    def switched(self, name: str, seconds: float | None = None) -> Iterator[None]:
+        """A disturbance is on inside, where it takes a length with this one."""
         path = self.folder / name
-        path.touch()
+        path.write_text("" if seconds is None else str(seconds))
         try:
             yield
         finally:

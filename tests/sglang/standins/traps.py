@@ -3,8 +3,8 @@
 Loaded by the engine as a plugin, in force with TRAPS naming a folder. Everything that happens is one line of
 ``events`` there: time (of the machine's monotonic clock), process, what, numbers. A test switches disturbances on by
 files in the folder: ``slow`` makes all ranks slow, ``late`` the last pipeline stage, ``slow_unmap`` the driver of the
-followers; ``hold`` makes one follower keep its interpreter for the seconds that stand in the file, and ``limit`` makes
-the leader order the limit of memory that stands there.
+followers, by the seconds that stand in the file or by four; ``hold`` makes one follower keep its interpreter for the
+seconds that stand in the file, and ``limit`` makes the leader order the limit of memory that stands there.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def register() -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler."
     HookRegistry.register(f"{scheduler}run_batch", _batch, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}process_input_requests", _iteration, HookType.BEFORE)
-    for cache in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache"):
-        HookRegistry.register(f"sglang.srt.mem_cache.{cache}.evict", _evicted, HookType.AFTER)
+    # Where the unified cache evicts for whoever asks: its own allocations do not pass the public ``evict``.
+    for place in ("radix_cache.RadixCache.evict", "unified_radix_cache.UnifiedRadixCache._evict"):
+        HookRegistry.register(f"sglang.srt.mem_cache.{place}", _evicted, HookType.AFTER)
     HookRegistry.register("kvcached_dist.stream.StreamCoordinator.apply", _applying, HookType.AROUND)
     HookRegistry.register("kvcached_dist.physical.PhysicalWorker.perform", _driver_work, HookType.BEFORE)
 
@@ -104,5 +105,6 @@ def _applying(original: Any, coordinator: Any, *arguments: Any, **options: Any) 
 def _driver_work(_worker: Any, work: Any) -> None:
     note(work.kind.name, work.txn)
     follows = _coordinator is not None and not _coordinator.leads
-    if work.kind.name == "UNMAP" and follows and (FOLDER / "slow_unmap").exists():
-        time.sleep(SLOW_UNMAP_S)
+    slow = FOLDER / "slow_unmap"
+    if work.kind.name == "UNMAP" and follows and slow.exists():
+        time.sleep(float(slow.read_text() or SLOW_UNMAP_S))
