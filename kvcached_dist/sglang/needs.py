@@ -35,11 +35,14 @@ class Needs:
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
         self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
         self._waiting = Waiting(scheduler.waiting_queue)
+        self._widest = 1
+        """Most beams of a request so far: each has a row and takes blocks of its own."""
         self._quiet_since: float | None = None
 
     def queued(self, request: Any) -> None:
         """The engine has put a request into its queue: a new one, or one that was retracted."""
         self._waiting.came(request)
+        self._widest = max(self._widest, beams_of(request))
 
     def pages_and_rows(self, pulled: Sequence[Any]) -> tuple[int, int]:
         """W in token pages of the engine, and in request rows.
@@ -70,7 +73,9 @@ class Needs:
         # A step rounds every request up to pages and asks for one page more for each.
         prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
         decode = running * engine.pages_per_decode(self._page) if running else 0
-        return (prefill + decode) * self._steps + 1, admitted * self._steps
+        # A request that was admitted takes the rows of its further beams only when its prefill is done.
+        beams = running if self._widest > 1 else 0
+        return (prefill + decode) * self._steps + 1, (admitted * self._widest + beams) * self._steps
 
     def running_pages(self) -> int:
         """The part of W, in token pages of the engine, that requests take which decode: they are ended without it."""
@@ -112,13 +117,15 @@ class Needs:
         return not self._running()
 
     def _running(self) -> int:
-        """Requests that decode, or will as soon as their prefill is done, in all micro-batches."""
+        """Requests that decode, or will as soon as their prefill is done, in all micro-batches; beams count each."""
         scheduler = self._scheduler
         batches = [scheduler.running_batch, scheduler.last_batch]
         for name in ("running_mbs", "last_mbs", "mbs"):
             batches += getattr(scheduler, name, None) or ()
         distinct = {id(batch): batch for batch in batches if batch is not None}
-        return sum(len(batch.reqs) for batch in distinct.values())
+        if self._widest == 1:  # nearly always, and requests need not be looked at
+            return sum(len(batch.reqs) for batch in distinct.values())
+        return sum(beams_of(request) for batch in distinct.values() for request in batch.reqs)
 
     def _grammar_lengths(self, grammar: Sequence[Any]) -> Iterable[int]:
         """Prompts whose grammar is being compiled: any of them may be queued, and admitted, in the next step."""
@@ -126,6 +133,12 @@ class Needs:
         if not self._chunk or len(grammar) <= LOOK:
             return map(queued_length, requests)
         return (self._chunk,)
+
+
+def beams_of(request: Any) -> int:
+    """Rows that a request has once it decodes."""
+    group = getattr(request, "beam_group", None)
+    return 1 if group is None else int(group.beam_width)
 
 
 def _pulled_lengths(request: Any) -> Iterable[int]:

@@ -80,6 +80,22 @@ def test_every_running_request_may_need_a_page_in_every_micro_batch() -> None:
     assert pages(running) == 6 + 1
 
 
+def test_every_beam_has_a_row_and_takes_blocks_of_its_own() -> None:
+    beams = request(100)
+    beams.beam_group = SimpleNamespace(beam_width=4)
+    given = scheduler(waiting_queue=[])
+    needs = Needs(given)
+    given.waiting_queue.append(beams)
+    needs.queued(beams)
+    assert needs.pages_and_rows(()) == (7 + 2 + 1, 4)
+    given.waiting_queue.clear()
+    given.running_batch = SimpleNamespace(reqs=[beams, request(10)])
+    found, rows = needs.pages_and_rows(())
+    assert found == 4 + 1 + 1
+    assert rows >= 3, "its further beams get their rows when its prefill is done"
+    assert needs.running_pages() == 5
+
+
 def test_rows_are_bounded_by_what_may_run() -> None:
     assert Needs(scheduler(waiting_queue=[request(1)] * 50)).pages_and_rows(())[1] == 9
 
