@@ -98,7 +98,7 @@ class Agent:
         self.fences = Fences(make_fence, self.changed, self._fences_passed)
         self._clock = Clock(timing.beat_s, self.beat, self.tick, self.fences.poll)
         self.work = DriverWork(
-            worker, self._faults, self._work_done, timing.beat_s, (scarce_bytes, page_bytes), self._clock.beat_now
+            worker, self._faults, self._work_done, timing.beat_s, scarce_bytes, page_bytes, self._clock.beat_now
         )  # fmt: skip
         self._now = now
         self._on_beat = on_beat

@@ -31,8 +31,10 @@ class DriverWork:
         faults: points that work passes.
         report: told what came of each; called without the agent's lock.
         look_s: seconds between two looks at how much memory is left, which is a driver call too.
-        scarce: bytes below which looks are as frequent as :data:`LOOK_WHILE_SCARCE_S`, and bytes that are news then.
-        richer: told when an eighth more is left than the others have last been told, and news; called without the lock.
+        scarce_bytes: with less than this left, looks are as frequent as :data:`LOOK_WHILE_SCARCE_S`.
+        page_bytes: bytes of the smallest page of a domain: less than that is no news.
+        richer: told when more is left than the others have last been told, by an eighth and by a page; called without
+            the lock.
 
     Threads: :meth:`put` under the agent's lock; the rest without it.
     """
@@ -43,7 +45,8 @@ class DriverWork:
         faults: Faults,
         report: Callable[[WorkDone], None],
         look_s: float,
-        scarce: tuple[int, int],
+        scarce_bytes: int,
+        page_bytes: int,
         richer: Callable[[], None],
     ) -> None:
         self.queue: deque[Work] = deque()
@@ -51,7 +54,8 @@ class DriverWork:
         self._faults = faults
         self._report = report
         self._look_s = look_s
-        self._scarce_bytes, self._news_bytes = scarce
+        self._scarce_bytes = scarce_bytes
+        self._page_bytes = page_bytes
         self._richer = richer
         self._told = 0
         """Bytes left, as the others have last been told."""
@@ -141,7 +145,7 @@ class DriverWork:
         """
         self.measure()
         left, _ = self._memory()
-        if self._told < self._scarce_bytes and left - self._told > max(self._told // 8, self._news_bytes - 1):
+        if self._told < self._scarce_bytes and left - self._told > max(self._told // 8, self._page_bytes - 1):
             self._richer()
         return min(self._look_s, LOOK_WHILE_SCARCE_S) if left < self._scarce_bytes else self._look_s
 

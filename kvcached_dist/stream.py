@@ -221,12 +221,14 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
 
         Where the memory of all ranks does not reach for ``wanted`` in all domains together, first of all ``running``.
         """
+        if self._gives_back(leader):
+            # Whatever could be grown now: what is given back can be had again behind it.
+            domains = {DomainId(self.domains[name].index): blocks for name, blocks in running.items()}
+            return {domain: blocks for domain, blocks in domains.items() if self._free(leader, domain) < blocks}
         lacking = self._lacking(leader, wanted)
         if not lacking:
             return {}
         runs = self._lacking(leader, running)
-        if self._gives_back(leader):
-            lacking = runs
         fitting = leader.demand.fitting(lacking)
         if fitting != lacking and runs:
             fitting = leader.demand.fitting(runs)

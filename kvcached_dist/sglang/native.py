@@ -18,7 +18,8 @@ from .reservations import Reservations
 _log = logging.getLogger("kvcached_dist.sglang")
 
 EXIT_PRIORITY = 20
-"""As that of a coordinator: a scheduler runs these finalizers and not those of ``atexit``."""
+"""Of what this library ends with the process, before the engine's own resources go: a scheduler runs finalizers of
+``multiprocessing`` and not those of ``atexit``."""
 
 
 class NativePools:

@@ -31,7 +31,7 @@ from . import capacity, engine, specs
 from .cache_budget import CacheBudget
 from .fence import StreamFence
 from .lists import TokenList
-from .native import NativePools
+from .native import EXIT_PRIORITY, NativePools
 from .needs import Needs
 from .offer import Offer, common_draft, offer, refusals
 from .parked import ParkedChunk
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from .drafts import Draft
 
 _log = logging.getLogger("kvcached_dist.sglang")
-
-EXIT_PRIORITY = 20
-"""Before the engine's own resources go."""
 
 
 class Phase(Enum):

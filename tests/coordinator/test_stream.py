@@ -195,8 +195,11 @@ def test_an_idle_engine_gives_everything_back() -> None:
         assert free == []
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_only_what_runs_waits_for_the_end_of_an_unmap(size: int) -> None:
+def test_only_what_runs_waits_for_the_end_of_an_unmap(size: int, full: bool) -> None:
+    """On a full card, too: what it waits for is what is being given back."""
+
     def body(rank: Rank) -> Any:
         def unmapping() -> bool:
             leader = rank.coordinator._leader
@@ -204,6 +207,10 @@ def test_only_what_runs_waits_for_the_end_of_an_unmap(size: int) -> None:
             return leader.commit.txn is not None and leader.commit.txn.step is TxnStep.UNMAPPING
 
         rank.until(lambda: rank.full.available() >= 4, 4)
+        if full:
+            if rank.coordinator.leads:
+                rank.coordinator.set_limit(rank.coordinator.physical.held_bytes(), 1)
+            rank.until(lambda: rank.coordinator.domains["full"].growable == 0)
         rank.until(unmapping, idle=True)
         begun = time.monotonic()
         new = rank.iteration(3)
