@@ -4,6 +4,7 @@
     scripts/bench_sglang_gpu.py --models qwen3,deepseek_v4 --rounds 2 --json docs/benchmarks/data/sglang-h200.json
     scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --tp 2
     scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --together --rounds 30 --requests 120
+    scripts/bench_sglang_gpu.py --models qwen3 --modes graphs --apart --rounds 20 --requests 900 --skip-s 3
 
 For every model one native and one elastic server stand side by side on the card, both idle but for the one that is
 asked. First both answer the same requests: greedy tokens must be equal, and how far their log probabilities differ is
@@ -11,8 +12,13 @@ shown. Then the same load goes to one and the other in turn, in changing order, 
 prefix cache is flushed after each, so that the elastic pools grow from nothing every time. Rounds of the same kind
 differ by the noise of the machine, which comes in waves: what is compared are the two loads of one round, which follow
 each other, and the ratios of all rounds give a median and its 95 % interval (bootstrap). Many short rounds say more
-than few long ones. With ``--together`` both are asked at the same time instead (:mod:`serving.race`);
-``--skip-s`` leaves out the seconds in which pools grow from nothing.
+than few long ones. With ``--together`` both are asked at the same time instead (:mod:`serving.race`).
+
+``--apart`` needs twice as many cards: a native and an elastic server stand on each set of cards, and the native one of
+one set and the elastic one of the other are asked at the same time, crosswise from round to round. Nothing is shared
+but what disturbs the machine, and what a set of cards and its processors are faster by than the other cancels in the
+geometric mean of two rounds, of which the ratios are made. This says most. ``--skip-s`` gives another table without the
+seconds in which pools grow from nothing.
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -22,17 +28,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from serving import measure
-from serving.load import random_requests
+from serving.load import Request, random_requests
 from serving.models import MODELS, Model
 from serving.race import Race
 from serving.server import Server
@@ -42,6 +49,7 @@ GRAPHS = (
     "--cuda-graph-config",
     json.dumps({"decode": {"backend": "full", "bs": [1, 2, 4, 8, 16, 32]}, "prefill": {"backend": "disabled"}}),
 )
+KINDS = ("native", "elastic")
 SHOWN = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms")
 
 
@@ -84,35 +92,36 @@ def cell(
     """One model, with captured graphs or without; what is known so far is saved as it comes."""
     graphs = found["graphs"]
     title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
-    options = GRAPHS if graphs else EAGER
-    servers = {}
+    servers: dict[tuple[str, int], Server] = {}
     try:
-        for kind in ("native", "elastic"):
-            name = f"{model.name}-{'graphs' if graphs else 'eager'}-{kind}"
-            servers[kind] = Server.launch(
-                name,
-                model,
-                folder,
-                elastic=kind == "elastic",
-                tp=arguments.tp,
-                options=options,
-                settings=dict(arguments.set) if kind == "elastic" else {},
-            )
-        for kind, server in servers.items():
-            found[f"ready_{kind}_s"] = server.ready()
+        for place in range(2 if arguments.apart else 1):
+            for kind in KINDS:
+                servers[kind, place] = Server.launch(
+                    f"{model.name}-{'graphs' if graphs else 'eager'}-{kind}-{place}",
+                    model,
+                    folder,
+                    elastic=kind == "elastic",
+                    tp=arguments.tp,
+                    cards=range(place * arguments.tp, (place + 1) * arguments.tp) if arguments.apart else (),
+                    options=GRAPHS if graphs else EAGER,
+                    settings=dict(arguments.set) if kind == "elastic" else {},
+                )
+        for (kind, place), server in servers.items():
+            found[f"ready_{kind}_{place}_s"] = server.ready()
         with measure.turn(arguments.turn, servers.values()):
             found["card_used"] = measure.card_used_bytes()
-            found["tokens"] = measure.compare(*(measure.tokens(server) for server in servers.values()))
+            found["tokens"] = measure.compare(*(measure.tokens(servers[kind, 0]) for kind in KINDS))
             save()
-            found["runs"] = {kind: [] for kind in servers}
+            found["runs"] = {kind: [] for kind in KINDS}
             for kind, run in rounds(servers, model, arguments):
                 found["runs"][kind].append(run)
                 save()
-        found["pools"] = {name: pool["static_bytes"] for name, pool in servers["elastic"].states()[0]["pools"].items()}
-        show(console, title, found)
+        pools = servers["elastic", 0].states()[0]["pools"]
+        found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
+        show(console, title, found, arguments.apart)
     except Exception as error:
         found["failure"] = str(error)[-4000:]
-        found["logs"] = {kind: server.tail(60) for kind, server in servers.items()}
+        found["logs"] = {server.name: server.tail(60) for server in servers.values()}
         console.print(f"[bold]{title}: failed[/]\n{found['failure']}")
     finally:
         for server in servers.values():
@@ -120,40 +129,61 @@ def cell(
 
 
 def rounds(
-    servers: dict[str, Server], model: Model, arguments: argparse.Namespace
+    servers: dict[tuple[str, int], Server], model: Model, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Loads in turn; the first one of each kind warms up and is left out."""
     slow = model.name.startswith("deepseek_v4")
     parallel = 16 if slow else 32
     number = arguments.requests or (96 if slow else 640)
     with contextlib.ExitStack() as stack:
-        race = stack.enter_context(Race.between(servers)) if arguments.together else None
-        for turn in range(arguments.rounds + 1):
-            requests = random_requests(number if turn else number // 4, (100, 2000), (24, 48), seed=turn)
-            if race is not None:
-                both = race.run(requests, parallel, swapped=turn % 2 == 1, from_s=arguments.skip_s if turn else 0)
-                yield from both.items() if turn else ()
-                continue
-            order = list(servers)[:: 1 if turn % 2 else -1]
-            for kind, other in zip(order, reversed(order), strict=True):
-                with servers[other].paused():
-                    run = measure.loaded(servers[kind], requests, parallel)
-                if turn:
-                    yield kind, run
+        race = stack.enter_context(Race.between()) if arguments.together or arguments.apart else None
+        warm_ups = 2 if arguments.apart else 1
+        for turn in range(arguments.rounds + warm_ups):
+            counts = turn >= warm_ups
+            requests = random_requests(number if counts else number // 4, (100, 2000), (24, 48), seed=turn)
+            swapped = turn % 2 == 1
+            if race is None:
+                found = one_after_the_other({kind: servers[kind, 0] for kind in KINDS}, requests, parallel, swapped)
+            else:
+                places = {"native": int(swapped), "elastic": int(not swapped)} if arguments.apart else {}
+                asked = {kind: servers[kind, places.get(kind, 0)] for kind in KINDS}
+                with contextlib.ExitStack() as others:
+                    for server in servers.values():
+                        if server not in asked.values():
+                            others.enter_context(server.paused())
+                    found = race.run(asked, requests, parallel, swapped=swapped, from_s=arguments.skip_s)
+            yield from found.items() if counts else ()
 
 
-def show(console: Console, title: str, found: dict[str, Any]) -> None:
-    """One table: medians, and the spread of the rounds."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "native", "elastic", "elastic / native, 95 %"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for key in SHOWN:
-        values = {kind: [run["client"].get(key, float("nan")) for run in runs] for kind, runs in found["runs"].items()}
-        cells = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in values.values()]
-        ratios = [elastic / native for native, elastic in zip(values["native"], values["elastic"], strict=True)]
-        low, high = measure.interval(ratios)
-        table.add_row(key, *cells, f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
-    console.print(table)
+def one_after_the_other(
+    servers: dict[str, Server], requests: list[Request], parallel: int, swapped: bool
+) -> dict[str, dict[str, Any]]:
+    """A load on one server while the other one is stopped, then the other way round."""
+    found = {}
+    for kind in KINDS if swapped else KINDS[::-1]:
+        (other,) = set(KINDS) - {kind}
+        with servers[other].paused():
+            found[kind] = measure.loaded(servers[kind], requests, parallel)
+    return found
+
+
+def show(console: Console, title: str, found: dict[str, Any], apart: bool) -> None:
+    """Tables: medians, and the spread of the rounds; of whole loads, and of their steady part."""
+    for part in ("client", "steady"):
+        if part not in found["runs"]["native"][0]:
+            continue
+        table = Table(title=title if part == "client" else f"{title}, steady", title_justify="left")
+        for heading in ("", "native", "elastic", "elastic / native, 95 %"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for key in SHOWN:
+            of = {kind: [run[part].get(key, float("nan")) for run in runs] for kind, runs in found["runs"].items()}
+            cells = [
+                f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in of.values()
+            ]
+            ratios = compared(of["native"], of["elastic"], crosswise=apart)
+            low, high = measure.interval(ratios)
+            table.add_row(key, *cells, f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+        console.print(table)
     same = found["tokens"]
     console.print(
         f"tokens: {same['requests']} requests, different {same['different']}, log probabilities differ by at most"
@@ -161,6 +191,14 @@ def show(console: Console, title: str, found: dict[str, Any]) -> None:
     )
     for run in found["runs"]["elastic"]:
         console.print(f"elastic: {memory_of(run)}{run['counters']}")
+
+
+def compared(native: Sequence[float], elastic: Sequence[float], *, crosswise: bool) -> list[float]:
+    """Ratios of the rounds; of rounds that were crosswise, the geometric mean of each two."""
+    ratios = [mine / theirs if theirs else math.nan for theirs, mine in zip(native, elastic, strict=True)]
+    if not crosswise:
+        return ratios
+    return [math.sqrt(one * other) for one, other in zip(ratios[::2], ratios[1::2], strict=False)]
 
 
 def memory_of(run: dict[str, Any]) -> str:
@@ -189,9 +227,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
-    parser.add_argument("--together", action="store_true", help="ask both servers at the same time")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--together", action="store_true", help="ask both servers at the same time, on the same cards")
+    way.add_argument("--apart", action="store_true", help="ask both at the same time, each on cards of its own")
     parser.add_argument(
-        "--skip-s", type=float, default=0.0, help="seconds of a load that do not count, with --together: steady state"
+        "--skip-s", type=float, default=0.0, help="with --together or --apart: seconds that the steady state leaves out"
     )
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")

@@ -2,7 +2,8 @@
 
 What disturbs a virtual machine disturbs both alike, so the ratio of what they did in the same seconds says more than
 that of two loads one after the other. Each server has half of the processors, and its client runs there too; halves are
-swapped from round to round. The card is shared: both take longer than alone, and driver calls wait for its time slices.
+swapped from round to round. Where the two share a card, both take longer than alone, driver calls wait for its time
+slices, and whoever is ahead keeps it; servers on cards of their own only share what disturbs the machine.
 """
 
 from __future__ import annotations
@@ -24,54 +25,60 @@ START_AFTER_S = 0.3
 
 
 class Race:
-    """Two servers, and a client process for each.
+    """A client process for each of two servers.
 
     Args:
-        servers: two of them, by kind.
         clients: the processes.
     """
 
-    def __init__(self, servers: Mapping[str, Server], clients: ProcessPoolExecutor) -> None:
-        self._servers = servers
+    def __init__(self, clients: ProcessPoolExecutor) -> None:
         self._clients = clients
 
     @classmethod
     @contextlib.contextmanager
-    def between(cls, servers: Mapping[str, Server]) -> Iterator[Race]:
-        """Clients that live as long as the body."""
+    def between(cls, servers: int = 2) -> Iterator[Race]:
+        """Clients for so many servers, that live as long as the body."""
         # Not forked: this process may have threads.
-        with ProcessPoolExecutor(len(servers), multiprocessing.get_context("spawn")) as clients:
-            yield cls(servers, clients)
+        with ProcessPoolExecutor(servers, multiprocessing.get_context("spawn")) as clients:
+            yield cls(clients)
 
     def run(
-        self, requests: Sequence[Request], parallel: int, *, swapped: bool, from_s: float = 0.0
+        self,
+        servers: Mapping[str, Server],
+        requests: Sequence[Request],
+        parallel: int,
+        *,
+        swapped: bool,
+        from_s: float = 0.0,
     ) -> dict[str, dict[str, Any]]:
         """One load on each server at once, then a flush of each.
 
         Args:
+            servers: two of them, by kind.
             requests: what each of them is asked.
             parallel: requests in flight at each of them.
             swapped: which half of the processors belongs to which.
-            from_s: seconds at the beginning that do not count.
+            from_s: seconds at the beginning that do not belong to the steady state.
 
         Returns:
-            By kind, what the client saw until the first of the two had answered everything, and what the leader
-            counted.
+            By kind, what the client saw until the first of the two had answered everything (``client``), the same
+            without the beginning (``steady``, where there is one to leave out), and what the leader counted.
         """
-        before = {kind: server.counters() for kind, server in self._servers.items()}
+        before = {kind: server.counters() for kind, server in servers.items()}
         begin = time.time() + START_AFTER_S
         asked = {}
-        for (kind, server), cpus in zip(self._servers.items(), halves(swapped), strict=True):
+        for (kind, server), cpus in zip(servers.items(), halves(swapped), strict=True):
             server.pin(cpus)
             asked[kind] = self._clients.submit(_client, server.port, list(requests), parallel, cpus, begin)
         answers = {kind: future.result() for kind, future in asked.items()}
         ended = min(max((answer.chunks[-1] for answer in of if answer.chunks), default=0.0) for of in answers.values())
         found = {}
         for kind, of_kind in answers.items():
-            self._servers[kind].flush()
-            after = self._servers[kind].counters()
+            servers[kind].flush()
+            after = servers[kind].counters()
             found[kind] = {
-                "client": load.summary_between(of_kind, from_s, ended),
+                "client": load.summary_between(of_kind, 0.0, ended),
+                **({"steady": load.summary_between(of_kind, from_s, ended)} if from_s else {}),
                 "errors": [answer.error for answer in of_kind if answer.error][:5],
                 "counters": {name: after[name] - before[kind].get(name, 0) for name in after},
             }

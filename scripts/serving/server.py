@@ -70,6 +70,7 @@ class Server:
         *,
         elastic: bool,
         tp: int = 1,
+        cards: Sequence[int] = (),
         tokens: int | None = None,
         options: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
@@ -82,6 +83,7 @@ class Server:
             folder: for the model, the log and the snapshots.
             elastic: with this library's pools.
             tp: tensor-parallel ranks, one card each.
+            cards: which ones; default the first.
             tokens: capacity of the pools; default the model's.
             options: further arguments of the server.
             settings: environment variables on top.
@@ -113,6 +115,7 @@ class Server:
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
             # Servers stand side by side and start at the same time: one card is fuller than the other meanwhile.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))} if cards else {}),
             **model.settings,
             **(ours if elastic else {}),
             **(settings or {}),
