@@ -24,7 +24,7 @@ from .coord.core.leader import Leader
 from .coord.core.messages import MarkMessage
 from .coord.core.replica import FreeList, OpKind, Replica
 from .coord.core.transaction import TxnStep
-from .coord.core.types import DomainId
+from .coord.core.types import DomainId, Tick
 from .coord.links.codec import Decoder, Encoder
 from .parts import Parts
 from .pools.specs import StageSpec
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DIGEST_INTERVAL_S = 1.0
-"""A mark without entries is sent this often, so that ranks that differ are found."""
+DIGEST_INTERVAL = 1_000_000
+"""Ticks after which a mark is sent even without entries, so that ranks that differ are found."""
 
 _GIVING_BACK = (TxnStep.UNMAPPING, TxnStep.RESTORING, TxnStep.RELEASING)
 """Steps of a reclaim that cannot be cancelled. A growth comes behind them; only what runs already waits for it."""
@@ -114,7 +114,7 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         self._encoder: Encoder
         self._decoder: Decoder
         self._position = 0
-        self._next_digest = 0.0
+        self._next_digest = Tick(0)
 
     # ------------------------------------------------------------------ life
 
@@ -168,6 +168,14 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
 
     # ------------------------------------------------------------------ the stream
 
+    @property
+    def calm(self) -> bool:
+        """Whether the last decision found nothing to do, and nothing has happened since; ``False`` on followers.
+
+        Memory is not short then. Threads: any.
+        """
+        return self._leader is not None and self._leader.calm.holds
+
     def decide(
         self, wanted: Mapping[str, int], *, idle: bool, running: Mapping[str, int] | None = None
     ) -> tuple[bytes, ...]:
@@ -194,11 +202,14 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         if leader is None:
             raise ValueError(f"rank {self.world.rank}: only rank 0 decides")
         agent.raise_if_failed()
+        with agent.changed:
+            for name, blocks in wanted.items():
+                leader.demand.step_blocks[self.domains[name].index] = blocks
+            if not idle and leader.calm.lasts(ticks()):
+                return ()
         with agent.entered():
             leader.now = ticks()
             leader.demand.idle = idle
-            for name, blocks in wanted.items():
-                leader.demand.step_blocks[self.domains[name].index] = blocks
             short = self._reachable(leader, wanted, running or {})
             if not short:
                 return self._mark(leader)
@@ -257,12 +268,13 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
 
     def _mark(self, leader: Leader) -> tuple[bytes, ...]:
         """Close the log here; under the agent's lock, in the call that broadcasts (rule M5)."""
-        entries = leader.close_log(PositionKind.STEP, ticks())
-        now = time.monotonic()
+        now = ticks()
+        entries = leader.close_log(PositionKind.STEP, now)
         if not entries and now < self._next_digest:
             leader.demand.background()
+            leader.calm.begins(self._next_digest)
             return ()
-        self._next_digest = now + DIGEST_INTERVAL_S
+        self._next_digest = Tick(now + DIGEST_INTERVAL)
         self._position += 1
         mark = leader.seal(PositionKind.STEP, self._position, entries)
         self._record_lists()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .calm import ANY, Bounds, Numbers
 from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
 from .policy import Policy, RecentLow, RecentPeak, RunLength, growth_target
@@ -73,7 +74,7 @@ class Demand:
         self._lows = [RecentLow(window) for _ in range(domains)]
         self._backable: list[int | None] = [None] * domains
         """Per domain, until a budget changes: asked for several times in every step."""
-        self._left = [0] * domains
+        self.left = [0] * domains
         """Free blocks behind the last mark, in front of the step that it began."""
         self._logged_growable = [-1] * domains
 
@@ -125,19 +126,19 @@ class Demand:
         leader = self._leader
         for domain in self._domains:
             free = leader.replica.available(domain)
-            self._taken[domain].note(max(0, self._left[domain] - free), leader.now)
+            self._taken[domain].note(max(0, self.left[domain] - free), leader.now)
             self._lows[domain].note(free, leader.now)
 
     def published_inside(self, runs: Iterable[Run]) -> None:
         """Runs are published between two steps, for an operation: what the step takes of them is its demand too."""
         for run in runs:
-            self._left[run.domain] += run.count * self._leader.replica.blocks_per_page[run.domain]
+            self.left[run.domain] += run.count * self._leader.replica.blocks_per_page[run.domain]
 
     def background(self) -> None:
         """After a mark was applied: grow ahead of demand where a domain is below its watermark."""
         leader = self._leader
         for domain, blocks in zip(self._domains, self.step_blocks, strict=True):
-            self._left[domain] = leader.replica.available(domain)
+            self.left[domain] = leader.replica.available(domain)
             if self.idle:
                 self._peaks[domain].forget()
                 self._taken[domain].forget()
@@ -152,6 +153,40 @@ class Demand:
             wanted = self.fitting(self._background_targets(whole_runs=False))
         if wanted:
             self._grow(wanted, None)
+
+    # ------------------------------------------------------------------ steps without a decision
+
+    def bounds(self, domain: DomainId) -> Bounds | None:
+        """Within what a step has nothing to grow in a domain, if no input comes; ``None``: every step has to look.
+
+        The watermark rises with W and with what steps took, or stays; so it is the highest of any step within these.
+        """
+        leader = self._leader
+        if self._backable_pages(domain) < leader.tables[domain].pages // SHORT_SHARE:
+            return None  # what is free is asked for in every step
+        if not self._affordable_pages(domain):
+            return ANY
+        wanted = self.step_blocks[domain]
+        low = self.low_pages(domain) * leader.replica.blocks_per_page[domain]
+        return Bounds(wanted, max(wanted, low), self._taken[domain].blocks)
+
+    def windows_end(self) -> Tick:
+        """When the first of the windows ends for which demand is remembered."""
+        return min(window.ends for of_kind in (self._peaks, self._taken, self._lows) for window in of_kind)
+
+    def skipped(self, numbers: Numbers, last: Tick) -> None:
+        """Steps have passed without a decision: their demand counts all the same.
+
+        Args:
+            numbers: what they left behind.
+            last: when the last of them began.
+        """
+        domain = numbers.domain
+        self._peaks[domain].note(numbers.wanted, last)
+        self._taken[domain].note(numbers.taken, last)
+        self._lows[domain].note(numbers.least, last)
+
+    # ------------------------------------------------------------------ growing
 
     def _background_targets(self, *, whole_runs: bool) -> dict[DomainId, int]:
         targets = ((domain, self._background_target(domain, whole_runs=whole_runs)) for domain in self._domains)
@@ -232,8 +267,11 @@ class Demand:
 
     def grew(self, txn: Transaction) -> None:
         """A grow will be published."""
-        for domain in {run.domain for run in txn.runs}:
-            self._run_length[domain].grew(self._leader.tables[domain].count(PageState.PUBLISHED))
+        brought: dict[DomainId, int] = {}
+        for run in txn.runs:
+            brought[run.domain] = brought.get(run.domain, 0) + run.count
+        for domain, pages in brought.items():
+            self._run_length[domain].grew(pages, self._leader.tables[domain].count(PageState.PUBLISHED))
 
     # ------------------------------------------------------------------ capacity
 

@@ -8,6 +8,7 @@ calls of its scheduler thread. Outputs are effects (:mod:`.effects`) and marks. 
 :mod:`.reclaim`   what it gives back
 :mod:`.commit`    the one open transaction, from RESERVE or RETIRE to its verdict
 :mod:`.silence`   missing answers and missing beats
+:mod:`.calm`      steps in which there is nothing to decide
 :mod:`.log`       entries that the next mark carries
 :mod:`.pages`     which pages exist for whom
 :mod:`.limits`    limits of a controller
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import epoch as epoch_change
+from .calm import Calm
 from .commit import Commit
 from .demand import Demand
 from .effects import Effect, EpochDown, GroupDown, Note, Send
@@ -83,6 +85,7 @@ class Leader:
         self.reclaim = Reclaim(self)
         self.limits = Limits(self)
         self.silence = Silence(self)
+        self.calm = Calm(self)
         self._out: list[Effect] = []
 
     # ------------------------------------------------------------------ reading
@@ -118,6 +121,7 @@ class Leader:
         Raises:
             InvariantViolation: the rank's state contradicts the leader's (S10).
         """
+        self.calm.ends()
         self.now = now
         if message.epoch != self.epoch or not self.active:
             self.counters.stale_answers += 1
@@ -143,6 +147,7 @@ class Leader:
 
     def tick(self, now: Tick) -> None:
         """Time has passed: deadlines, leases, queries."""
+        self.calm.ends()
         self.now = now
         if self.active:
             self.silence.tick()
@@ -150,6 +155,7 @@ class Leader:
 
     def on_link_down(self, rank: Rank, reason: str, *, eof: bool, now: Tick) -> None:
         """A follower's link has ended. After its goodbye that is no news."""
+        self.calm.ends()
         self.now = now
         if self.peers[rank].left:
             return
@@ -158,6 +164,7 @@ class Leader:
 
     def evict(self, tokens: int) -> None:
         """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended."""
+        self.calm.ends()
         if tokens > 0 and self.active:
             self.log.append(Evict(tokens))
 
@@ -183,6 +190,7 @@ class Leader:
 
         Where there are none and nobody waits for a mark, none has to be sealed and sent.
         """
+        self.calm.ends()
         self.now = now
         if kind is PositionKind.STEP:
             self.demand.step_ends()
@@ -209,6 +217,7 @@ class Leader:
 
     def fail(self, cause: Cause, phase: str) -> None:
         """The coordinator fails; the first cause is kept and told to every rank."""
+        self.calm.ends()
         if self.failure is not None:
             return
         self.failure = GroupDown(cause, phase)
@@ -227,6 +236,7 @@ class Leader:
             return
         if self.failure is not None or self.lost is not None:
             return
+        self.calm.ends()
         self.lost = cause
         self.note(f"event=epoch_down epoch={self.epoch} phase={self.phase()!r} cause={cause}")
         for rank in self.ranks:
@@ -259,6 +269,7 @@ class Leader:
         self.reclaim = Reclaim(self)
         self.limits = Limits(self)
         self.silence = Silence(self)
+        self.calm = Calm(self)
 
     @staticmethod
     def _enough_again(peer: Peer, short: Cause) -> int:

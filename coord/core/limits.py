@@ -74,6 +74,7 @@ class Limits:
         Raises:
             ValueError: a negative number.
         """
+        self._leader.calm.ends()
         if limit_bytes < 0 or revision < 0:
             raise ValueError(f"limit_bytes={limit_bytes} and revision={revision} must not be negative")
         leader, newest = self._leader, self._newest

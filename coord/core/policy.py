@@ -71,15 +71,16 @@ class RunLength:
         """Growths in a row with runs of the ordinary length or more."""
         self.pages = policy.run_pages_min
 
-    def grew(self, held: int) -> None:
+    def grew(self, pages: int, held: int) -> None:
         """A grow of this domain was published.
 
         Args:
+            pages: pages that it brought: where a step needs many at once, the next run need not begin small.
             held: pages of the domain that are published now.
         """
         policy = self._policy
-        self._longest += self.pages >= policy.run_pages_max
-        self.pages = max(self.pages, min(self.pages * RUN_DOUBLING, policy.run_pages_max))
+        self._longest += max(self.pages, pages) >= policy.run_pages_max
+        self.pages = max(self.pages, min(max(self.pages * RUN_DOUBLING, pages), policy.run_pages_max))
         if policy.run_share and self._longest >= SUSTAINED_GROWTHS:
             self.pages = max(self.pages, held // policy.run_share)
 
@@ -110,6 +111,11 @@ class RecentPeak:
             self._current = 0
             self._ends = Tick(now + self._window)
         self._current = max(self._current, blocks)
+
+    @property
+    def ends(self) -> Tick:
+        """When the present window ends."""
+        return self._ends
 
     def forget(self) -> None:
         """Demand is over."""
@@ -142,6 +148,11 @@ class RecentLow:
             self._current = number
             self._ends = Tick(now + self._window)
         self._current = min(self._current, number)
+
+    @property
+    def ends(self) -> Tick:
+        """When the present window ends."""
+        return self._ends
 
     def least(self, number: int) -> int:
         """The least lately, the present number included; without a window just that. 0 until a window has passed."""

@@ -40,7 +40,7 @@ class Reclaim:
         if idle and leader.commit.retained:
             batch = leader.commit.retained[0]
             return [leader.commit.open_reclaim(batch.runs, batch)]
-        pressed = idle or leader.limits.overage_bytes() > 0
+        pressed = idle or self.pressed()
         if not pressed and self._steps < self._next_look:
             return []
         self._next_look = self._steps + leader.policy.reclaim_interval_steps
@@ -49,6 +49,18 @@ class Reclaim:
             leader.demand.relaxed(runs)
             return [leader.commit.open_reclaim(tuple(runs))]
         return [] if idle else self._sort(scattered)
+
+    def pressed(self) -> bool:
+        """Whether some rank holds more than the limit: whatever is free has to go, and is looked for in every step."""
+        return self._leader.limits.overage_bytes() > 0
+
+    def steps_to_look(self) -> int:
+        """Steps until the one that looks what may go; while nothing presses."""
+        return max(0, self._next_look - self._steps - 1)
+
+    def skipped(self, steps: int) -> None:
+        """So many steps passed without a decision; none of them was to look."""
+        self._steps += steps
 
     def failed(self) -> None:
         """An unmap failed and was restored: do not try again at once."""

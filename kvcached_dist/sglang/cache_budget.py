@@ -47,17 +47,20 @@ class CacheBudget:
             idle: the engine has nothing to do.
         """
         cached = int(tree_cache.evictable_size())
-        if not cached:
+        # In nearly every step nothing is asked for: within the budget, or busy while memory is not short.
+        within = self._tokens < 0 or cached <= self._tokens or (not idle and coordinator.calm)
+        over = coordinator.overage_bytes
+        if not cached or (within and not over):
             return 0
         domain = coordinator.stage.domain(specs.FULL)
         block_tokens = max(1, domain.block_tokens)
         surplus = 0
-        if self._tokens >= 0 and cached > self._tokens:
+        if not within:
             surplus = cached - self._tokens
             if not idle:
                 surplus = min(surplus, coordinator.short_blocks(specs.FULL) * block_tokens)
                 surplus = 0 if surplus * STEP_SHARE < cached else surplus
-        if (over := coordinator.overage_bytes) and not known.available():
+        if over and not known.available():
             page_tokens = domain.blocks_per_page * block_tokens
             above = -(-over * page_tokens // max(1, coordinator.stage.page_bytes(specs.FULL)))
             surplus = max(surplus, min(cached, above))

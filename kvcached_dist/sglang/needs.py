@@ -33,6 +33,9 @@ class Needs:
         self._chunk = int(chunk) if chunk is not None and chunk > 0 else 0
         self._prefill_max = int(scheduler.max_prefill_tokens)
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
+        self._per_decode = engine.pages_per_decode(self._page)
+        self._running_now = 0
+        """Requests that run, as of the last look at the step's needs."""
         self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
         self._waiting = Waiting(scheduler.waiting_queue)
         self._widest = 1
@@ -51,12 +54,15 @@ class Needs:
             pulled: requests that were just received and are not queued yet.
         """
         scheduler = self._scheduler
-        running = self._running()
+        self._running_now = running = self._running()
         grammar = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
         queue, chunk = scheduler.waiting_queue, scheduler.chunked_req
         tokens, longest = self._waiting.look(queue)
-        if not running and not pulled and not queue and chunk is None and not grammar:
-            return 0, 0
+        if not pulled and not queue and chunk is None and not grammar:
+            # Most steps: whoever runs decodes.
+            if not running:
+                return 0, 0
+            return running * self._per_decode * self._steps + 1, (running if self._widest > 1 else 0) * self._steps
         waiting = len(queue) + len(grammar)
         if chunk is not None:
             waiting += 1
@@ -72,14 +78,14 @@ class Needs:
         admitted = min(waiting, int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.
         prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
-        decode = running * engine.pages_per_decode(self._page) if running else 0
+        decode = running * self._per_decode
         # A request that was admitted takes the rows of its further beams only when its prefill is done.
         beams = running if self._widest > 1 else 0
         return (prefill + decode) * self._steps + 1, (admitted * self._widest + beams) * self._steps
 
     def running_pages(self) -> int:
-        """The part of W, in token pages of the engine, that requests take which decode: they are ended without it."""
-        return self._running() * engine.pages_per_decode(self._page) * self._steps
+        """The part of the last W, in token pages, that requests take which decode: they are ended without it."""
+        return self._running_now * self._per_decode * self._steps
 
     def window_pages(self, rows: int, places: int) -> int:
         """What the engine wants beyond W in sliding-window layers before it admits: a window for each request.
@@ -103,8 +109,11 @@ class Needs:
     def idle(self, pulled: Sequence[Any]) -> bool:
         """Whether nothing runs or waits, for long enough. Questions about the engine's state are no work."""
         scheduler = self._scheduler
-        work = any(True for request in pulled for _ in _pulled_lengths(request))
-        if work or scheduler.waiting_queue or not scheduler.is_fully_idle():
+        # What is cheap to ask first: this is asked in every step.
+        if scheduler.running_batch.reqs or scheduler.waiting_queue or not scheduler.is_fully_idle():
+            self._quiet_since = None
+            return False
+        if any(True for request in pulled for _ in _pulled_lengths(request)):
             self._quiet_since = None
             return False
         now = time.monotonic()
@@ -119,11 +128,15 @@ class Needs:
     def _running(self) -> int:
         """Requests that decode, or will as soon as their prefill is done, in all micro-batches; beams count each."""
         scheduler = self._scheduler
-        batches = [scheduler.running_batch, scheduler.last_batch]
+        running, last, stages = scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "running_mbs", None)
+        if stages is None and self._widest == 1:
+            # Most engines, in every step: no micro-batches of pipeline stages, and requests need not be looked at.
+            return len(running.reqs) + (0 if last is None or last is running else len(last.reqs))
+        batches = [running, last]
         for name in ("running_mbs", "last_mbs", "mbs"):
             batches += getattr(scheduler, name, None) or ()
         distinct = {id(batch): batch for batch in batches if batch is not None}
-        if self._widest == 1:  # nearly always, and requests need not be looked at
+        if self._widest == 1:
             return sum(len(batch.reqs) for batch in distinct.values())
         return sum(beams_of(request) for batch in distinct.values() for request in batch.reqs)
 

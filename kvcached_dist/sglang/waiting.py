@@ -49,6 +49,8 @@ class Waiting:
         Args:
             queue: the engine's queue, in whatever order.
         """
+        if not queue and not self._tokens:
+            return 0, 0
         if len(queue) <= LOOK:
             self._tokens, self._longest = self._round_tokens, self._round_longest = _sum_and_longest(queue)
             self._round, self._next = [], 0

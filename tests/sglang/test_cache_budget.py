@@ -17,7 +17,14 @@ PAGE = 16
 
 
 def surplus(
-    cached: int, *, budget: int = 1000, idle: bool = False, short: int = 0, over: int = 0, free: int = 5
+    cached: int,
+    *,
+    budget: int = 1000,
+    idle: bool = False,
+    short: int = 0,
+    over: int = 0,
+    free: int = 5,
+    calm: bool = False,
 ) -> int:
     domains = (DomainSpec(specs.FULL, 512, PAGE),)
     coordinator = SimpleNamespace(
@@ -26,6 +33,7 @@ def surplus(
         ),
         short_blocks=lambda _: short,
         overage_bytes=over,
+        calm=calm,
     )  # fmt: skip
     tree = SimpleNamespace(evictable_size=lambda: cached)
     known: Any = SimpleNamespace(available=lambda: free)
@@ -40,6 +48,12 @@ def test_nothing_goes_within_the_budget(cached: int) -> None:
 
 def test_a_busy_engine_keeps_what_nobody_else_wants() -> None:
     assert surplus(500_000) == 0
+
+
+def test_in_a_calm_memory_is_not_short_and_is_not_asked_for() -> None:
+    assert surplus(5000, short=10, calm=True) == 0
+    assert surplus(5000, idle=True, calm=True) == 4000
+    assert surplus(5000, short=10, over=4096, free=0, calm=True) == PAGE
 
 
 def test_at_idle_the_cache_goes_down_to_its_budget() -> None:

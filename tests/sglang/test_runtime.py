@@ -32,6 +32,7 @@ class Log:
         self.applied: list[tuple[bytes, ...]] = []
         self.evictions: list[int] = []
         self.overage_bytes = 0
+        self.calm = False
         self.short_blocks = lambda _domain: 0
         self.wanted: list[dict[str, int]] = []
         self.domains = {specs.FULL: SimpleNamespace(growable=growable)}

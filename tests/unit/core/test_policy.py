@@ -21,7 +21,7 @@ def test_runs_get_longer_under_sustained_demand_and_short_again() -> None:
     seen = []
     for _ in range(6):
         seen.append(length.pages)
-        length.grew(1000)
+        length.grew(length.pages, 1000)
     assert seen == [1, 2, 4, 8, 10, 10]
     length.relaxed()
     assert length.pages == 1
@@ -33,18 +33,29 @@ def test_runs_follow_what_is_held_where_demand_outlasts_the_longest_ordinary_one
     for _ in range(16):
         seen.append(length.pages)
         held += length.pages
-        length.grew(held)
+        length.grew(length.pages, held)
     assert seen == [1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 6, 6, 7]
     length.relaxed()
     assert length.pages == 1
     after = []
     for _ in range(6):
-        length.grew(1000)
+        length.grew(1, 1000)
         after.append(length.pages)
     assert after == [2, 4, 4, 4, 4, 125], "after four growths of the longest ordinary run since then"
     for _ in range(3):
-        length.grew(0)
+        length.grew(1, 0)
     assert length.pages == 125, "never shorter while demand goes on"
+
+
+def test_a_growth_that_had_to_be_long_makes_the_next_one_long() -> None:
+    length = RunLength(Policy(run_pages_min=1, run_pages_max=16, run_share=2))
+    length.grew(6, 6)
+    assert length.pages == 6
+    for held in (46, 86, 126):
+        length.grew(40, held)
+        assert length.pages == 16, "no longer than the longest ordinary run until growth has lasted"
+    length.grew(40, 166)
+    assert length.pages == 83
 
 
 def test_only_what_was_free_for_a_whole_window_counts_as_lasting() -> None:
