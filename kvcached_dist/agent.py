@@ -89,7 +89,8 @@ class Agent:
         """The leader's machine; rank 0 gets it when every rank has joined the epoch."""
         self.timing = timing
         self.step_done = 0
-        self.changed = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.ending = Ending(rank, epoch, describe)
         self.links = RankLinks(links)
         self._faults: Faults = faults or NoFaults()

@@ -202,9 +202,10 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         if leader is None:
             raise ValueError(f"rank {self.world.rank}: only rank 0 decides")
         agent.raise_if_failed()
-        with agent.changed:
+        with agent.lock:
+            step_blocks = leader.demand.step_blocks
             for name, blocks in wanted.items():
-                leader.demand.step_blocks[self.domains[name].index] = blocks
+                step_blocks[self.domains[name].index] = blocks
             if not idle and leader.calm.lasts(ticks()):
                 return ()
         with agent.entered():
@@ -240,9 +241,9 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         if not lacking:
             return {}
         runs = self._lacking(leader, running)
-        fitting = leader.demand.fitting(lacking)
+        fitting = leader.memory.fitting(lacking)
         if fitting != lacking and runs:
-            fitting = leader.demand.fitting(runs)
+            fitting = leader.memory.fitting(runs)
         return self._levels(leader, fitting)
 
     def _lacking(self, leader: Leader, blocks: Mapping[str, int]) -> dict[DomainId, int]:
@@ -251,7 +252,7 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         for name, count in blocks.items():
             domain = DomainId(self.domains[name].index)
             missing = count - self._free(leader, domain)
-            if missing > 0 and (growable := leader.demand.growable_pages(domain)) > 0:
+            if missing > 0 and (growable := leader.memory.growable(domain)) > 0:
                 pages[domain] = min(-(-missing // leader.replica.blocks_per_page[domain]), growable)
         return pages
 

@@ -48,6 +48,7 @@ class Numbers:
         domain: which one.
         free_list: its free blocks.
         bounds: of the calm.
+        have: free blocks in the present step.
         wanted: most blocks that a step was about to take.
         least: least free blocks.
         taken: most blocks that a step took.
@@ -56,6 +57,7 @@ class Numbers:
     domain: DomainId
     free_list: FreeList
     bounds: Bounds
+    have: int = 0
     wanted: int = 0
     least: int = UNBOUNDED
     taken: int = 0
@@ -113,17 +115,21 @@ class Calm:
             return False
         demand = self._leader.demand
         blocks, left = demand.step_blocks, demand.left
-        free = [item.free_list.available() for item in self._numbers]
-        for item, have in zip(self._numbers, free, strict=True):
-            bounds, wanted = item.bounds, blocks[item.domain]
-            if wanted > bounds.wanted or have < bounds.free or left[item.domain] - have > bounds.taken:
+        # The engine's own work has emptied the processor's caches before every step: little is touched here.
+        for item in self._numbers:
+            bounds, domain = item.bounds, item.domain
+            item.have = have = item.free_list.available()
+            if blocks[domain] > bounds.wanted or have < bounds.free or left[domain] - have > bounds.taken:
                 return False
-        for item, have in zip(self._numbers, free, strict=True):
-            domain = item.domain
-            item.wanted = max(item.wanted, blocks[domain])
-            item.least = min(item.least, have)
-            item.taken = max(item.taken, left[domain] - have)
-            left[domain] = have
+        for item in self._numbers:
+            have, wanted, taken = item.have, blocks[item.domain], left[item.domain] - item.have
+            left[item.domain] = have
+            if wanted > item.wanted:
+                item.wanted = wanted
+            if taken > item.taken:
+                item.taken = taken
+            if have < item.least:
+                item.least = have
         self._left -= 1
         self._steps += 1
         self._last = now

@@ -271,7 +271,7 @@ class Commit:
     def _spend(self, rank: Rank, runs: tuple[Run, ...], sign: int = 1) -> None:
         peer = self._leader.peers[rank]
         peer.budget_bytes -= sign * sum(run.count * peer.page_bytes[run.domain] for run in runs)
-        self._leader.demand.budgets_changed()
+        self._leader.memory.budgets_changed()
 
     def _open(self, step: TxnStep, runs: tuple[Run, ...], deadline: int) -> Transaction:
         leader = self._leader

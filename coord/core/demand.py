@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .calm import ANY, Bounds, Numbers
-from .entries import Entry, Growable, Publish, Reclaimed, Retire, Unretire
+from .entries import Entry, Publish, Reclaimed, Retire, Unretire
 from .pages import PageState
 from .policy import Policy, RecentLow, RecentPeak, RunLength, growth_target
 from .transaction import QUERIES_MAX, Retained, Transaction, TxnStep
@@ -61,6 +61,7 @@ class Demand:
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
+        self._memory = leader.memory
         domains = len(leader.tables)
         self._domains = tuple(DomainId(domain) for domain in range(domains))
         self.step_blocks = [0] * domains
@@ -72,11 +73,8 @@ class Demand:
         self._peaks = [RecentPeak(window) for _ in range(domains)]
         self._taken = [RecentPeak(window) for _ in range(domains)]
         self._lows = [RecentLow(window) for _ in range(domains)]
-        self._backable: list[int | None] = [None] * domains
-        """Per domain, until a budget changes: asked for several times in every step."""
         self.left = [0] * domains
         """Free blocks behind the last mark, in front of the step that it began."""
-        self._logged_growable = [-1] * domains
 
     # ------------------------------------------------------------------ foreground
 
@@ -147,10 +145,10 @@ class Demand:
         if leader.commit.txn is not None or not leader.active or leader.quiescent():
             return
         wanted = self._background_targets(whole_runs=True)
-        if not self._affordable(wanted):
+        if not self._memory.fits(wanted):
             # Domains share the memory of a rank: all of them cannot have whole runs, but what is missing may fit, or
             # a part of it.
-            wanted = self.fitting(self._background_targets(whole_runs=False))
+            wanted = self._memory.fitting(self._background_targets(whole_runs=False))
         if wanted:
             self._grow(wanted, None)
 
@@ -160,15 +158,19 @@ class Demand:
         """Within what a step has nothing to grow in a domain, if no input comes; ``None``: every step has to look.
 
         The watermark rises with W and with what steps took, or stays; so it is the highest of any step within these.
+        Where there is enough for the largest step of late, steps may be as large as that, else as this one.
         """
         leader = self._leader
-        if self._backable_pages(domain) < leader.tables[domain].pages // SHORT_SHARE:
+        if self._memory.backable(domain) < leader.tables[domain].pages // SHORT_SHARE:
             return None  # what is free is asked for in every step
-        if not self._affordable_pages(domain):
+        if not self._memory.affordable(domain):
             return ANY
-        wanted = self.step_blocks[domain]
-        low = self.low_pages(domain) * leader.replica.blocks_per_page[domain]
-        return Bounds(wanted, max(wanted, low), self._taken[domain].blocks)
+        wanted, peak, taken = self.step_blocks[domain], self._peaks[domain].blocks, self._taken[domain].blocks
+        per_page = leader.replica.blocks_per_page[domain]
+        largest = max(peak, self._watermark(domain, peak, peak + taken) * per_page)
+        if wanted < peak and leader.replica.available(domain) >= largest:
+            return Bounds(peak, largest, taken)
+        return Bounds(wanted, max(wanted, self.low_pages(domain) * per_page), taken)
 
     def windows_end(self) -> Tick:
         """When the first of the windows ends for which demand is remembered."""
@@ -193,7 +195,7 @@ class Demand:
         return {domain: pages for domain, pages in targets if pages > 0}
 
     def _background_target(self, domain: DomainId, *, whole_runs: bool = True) -> int:
-        absent = self._affordable_pages(domain)
+        absent = self._memory.affordable(domain)
         if self.idle and (exchange := self._leader.reclaim.exchange_pages(domain)):
             # All of it or nothing: a part lets no run go, and would only be held on top of it.
             return exchange if exchange <= absent else 0
@@ -211,12 +213,12 @@ class Demand:
         if retry is not None:
             leader.commit.open_grow(retry.runs, foreground=waiting is not None, retry=retry)
             return True
-        if not self._affordable(wanted):
+        if not self._memory.fits(wanted):
             return False
         pages = dict(wanted)
         if waiting is not None and waiting.refusals == 0:
             longer = {domain: max(count, self._run_pages(domain)) for domain, count in wanted.items()}
-            pages = longer if self._affordable(longer) else pages
+            pages = longer if self._memory.fits(longer) else pages
         runs: list[Run] = []
         for domain, count in sorted(pages.items()):
             longest = max(leader.policy.run_pages_max, self._run_pages(domain))
@@ -233,7 +235,7 @@ class Demand:
         A batch that it could fill, or any one of its domains where it cannot be met otherwise: the memory of a batch is
         held on every rank already.
         """
-        short = not self._affordable(wanted)
+        short = not self._memory.fits(wanted)
         for batch in self._leader.commit.retained:
             pages = batch.pages()
             if all(wanted.get(DomainId(domain), 0) >= count for domain, count in pages.items()):
@@ -275,42 +277,6 @@ class Demand:
 
     # ------------------------------------------------------------------ capacity
 
-    def budgets_changed(self) -> None:
-        """A rank's budget is another one."""
-        self._backable = [None] * len(self._backable)
-
-    def changed_capacity(self) -> list[Entry]:
-        """GROWABLE entries for domains whose growable blocks have changed (rule M6).
-
-        Falls are always logged. Rises that only follow the free memory of a card are damped: a neighbour moves it
-        all the time.
-        """
-        entries: list[Entry] = []
-        for domain in self._domains:
-            blocks = self.growable_pages(domain) * self._leader.replica.blocks_per_page[domain]
-            logged = self._logged_growable[domain]
-            absent = self._leader.tables[domain].count(PageState.ABSENT)
-            follows_memory = self._affordable_pages(domain) < absent
-            slack = max(1, logged // 16) if follows_memory and logged > 0 else 1
-            if blocks < logged or blocks - logged >= slack:
-                self._logged_growable[domain] = blocks
-                entries.append(Growable(domain, blocks))
-        return entries
-
-    def growable_pages(self, domain: DomainId) -> int:
-        """Pages that every rank could back beyond the published ones; 0 while a refusal is the known answer.
-
-        Pages of the open grow count until the mark that publishes them.
-        """
-        leader = self._leader
-        if not leader.active:
-            return 0
-        opened = leader.tables[domain].count(PageState.OPEN)
-        if leader.backoff.active(leader.now):
-            return opened
-        retained = leader.tables[domain].count(PageState.RETAINED)
-        return self._affordable_pages(domain) + opened + retained
-
     def short_blocks(self, domain: DomainId) -> int:
         """Blocks that memory lacks so that a share of the domain could still be had; 0 where memory is not short.
 
@@ -319,7 +285,7 @@ class Demand:
         leader = self._leader
         if not leader.active:
             return 0
-        spare = max(0, self.free_pages(domain) - self.low_pages(domain)) + self._backable_pages(domain)
+        spare = max(0, self.free_pages(domain) - self.low_pages(domain)) + self._memory.backable(domain)
         return max(0, leader.tables[domain].pages // SHORT_SHARE - spare) * leader.replica.blocks_per_page[domain]
 
     def settled(self, entries: Iterable[Entry]) -> bool:
@@ -340,10 +306,15 @@ class Demand:
         While busy also :meth:`recent_pages`, so that the step behind the next one finds memory without waiting; out of
         memory that is not short: a neighbour is not kept waiting.
         """
+        return self._watermark(domain, self.step_blocks[domain], self._recent_blocks(domain))
+
+    def _watermark(self, domain: DomainId, blocks: int, recent: int) -> int:
+        """In pages, for a step that takes so many blocks, where steps lately took or were about to take ``recent``."""
         leader = self._leader
-        pages = -(-self.step_blocks[domain] // leader.replica.blocks_per_page[domain])
-        if (more := self.recent_pages(domain) - pages) > 0:
-            pages += min(more, self._affordable_pages(domain) // SPARE_SHARE)
+        per_page = leader.replica.blocks_per_page[domain]
+        pages = -(-blocks // per_page)
+        if (more := -(-recent // per_page) - pages) > 0:
+            pages += min(more, self._memory.affordable(domain) // SPARE_SHARE)
         return min(max(leader.policy.reserved_pages_min, pages), leader.tables[domain].pages - 1)
 
     def recent_pages(self, domain: DomainId) -> int:
@@ -351,10 +322,12 @@ class Demand:
 
         Whatever memory there is: pages that the next prompt will want again are not given back between two prompts.
         """
+        return -(-self._recent_blocks(domain) // self._leader.replica.blocks_per_page[domain])
+
+    def _recent_blocks(self, domain: DomainId) -> int:
         if self.idle:
             return 0
-        blocks = max(self._peaks[domain].blocks, self.step_blocks[domain] + self._taken[domain].blocks)
-        return -(-blocks // self._leader.replica.blocks_per_page[domain])
+        return max(self._peaks[domain].blocks, self.step_blocks[domain] + self._taken[domain].blocks)
 
     def free_pages(self, domain: DomainId, *, due: bool = True) -> int:
         """Published free pages; with ``due`` also those that the next mark publishes."""
@@ -370,64 +343,11 @@ class Demand:
         """
         leader = self._leader
         blocks = leader.replica.available(domain)
-        if self._backable_pages(domain) >= leader.tables[domain].pages // SHORT_SHARE:
+        if self._memory.backable(domain) >= leader.tables[domain].pages // SHORT_SHARE:
             blocks = self._lows[domain].least(blocks)
         return blocks // leader.replica.blocks_per_page[domain]
 
     def _run_pages(self, domain: DomainId) -> int:
         """Pages of the next run: what lies beyond the ordinary longest run is not taken from memory that is short."""
         pages, longest = self._run_length[domain].pages, self._leader.policy.run_pages_max
-        return pages if pages <= longest else min(pages, max(longest, self._affordable_pages(domain) // SPARE_SHARE))
-
-    def _affordable_pages(self, domain: DomainId) -> int:
-        return min(self._leader.tables[domain].count(PageState.ABSENT), self._backable_pages(domain))
-
-    def _backable_pages(self, domain: DomainId) -> int:
-        """Pages that the memory of every rank could back beside what is held, however many the domain still has."""
-        pages = self._backable[domain]
-        if pages is None:
-            leader = self._leader
-            pages = leader.tables[domain].pages
-            for peer in leader.peers:
-                if peer.page_bytes[domain] > 0:
-                    pages = min(pages, max(0, peer.budget_bytes) // peer.page_bytes[domain])
-            self._backable[domain] = pages
-        return pages
-
-    def fitting(self, pages: Mapping[DomainId, int]) -> dict[DomainId, int]:
-        """As much of these pages as every rank could back together, each domain with the same share of its own.
-
-        Domains share the memory of a rank, and each of them alone counts with all of it: where they are short at the
-        same time, they get a part each and not nothing. Pages of an open grow and retained ones are held already.
-        """
-        tables = self._leader.tables
-        held = {
-            domain: tables[domain].count(PageState.OPEN) + tables[domain].count(PageState.RETAINED) for domain in pages
-        }
-        new = {domain: max(0, count - held[domain]) for domain, count in pages.items()}
-        if self._affordable(new):
-            return dict(pages)
-        share = 1.0
-        for peer in self._leader.peers:
-            if size := sum(count * peer.page_bytes[domain] for domain, count in new.items()):
-                share = min(share, max(0, peer.budget_bytes) / size)
-        part = {
-            domain: min(int(count * share), tables[domain].count(PageState.ABSENT)) for domain, count in new.items()
-        }
-        for domain, count in sorted(new.items()):
-            # A share may be less than a page.
-            one = {**part, domain: 1}
-            if count > 0 and part[domain] == 0 and self._affordable(one):
-                part = one
-        together = {domain: min(count, held[domain]) + part[domain] for domain, count in pages.items()}
-        return {domain: count for domain, count in together.items() if count > 0}
-
-    def _affordable(self, pages: Mapping[DomainId, int]) -> bool:
-        leader = self._leader
-        for domain, count in pages.items():
-            if count > leader.tables[domain].count(PageState.ABSENT):
-                return False
-        return all(
-            sum(count * peer.page_bytes[domain] for domain, count in pages.items()) <= peer.budget_bytes
-            for peer in leader.peers
-        )
+        return pages if pages <= longest else min(pages, max(longest, self._memory.affordable(domain) // SPARE_SHARE))

@@ -5,6 +5,7 @@ calls of its scheduler thread. Outputs are effects (:mod:`.effects`) and marks. 
 
 ================  ========================================================================
 :mod:`.demand`    what it wants: growth for a waiting operation, growth ahead of demand
+:mod:`.memory`    what the ranks could still back
 :mod:`.reclaim`   what it gives back
 :mod:`.commit`    the one open transaction, from RESERVE or RETIRE to its verdict
 :mod:`.silence`   missing answers and missing beats
@@ -32,6 +33,7 @@ from .invariants import require
 from .ledger import LEADER, Counters, Peer
 from .limits import Limits
 from .log import Log
+from .memory import Memory
 from .messages import ANSWERS, Beat, Bye, Fail, Message, Reform, State, TxnMessage
 from .pages import PageState, PageTable
 from .policy import Backoff, Policy
@@ -81,6 +83,7 @@ class Leader:
         self.now = now
         self.log = Log()
         self.commit = Commit(self)
+        self.memory = Memory(self)
         self.demand = Demand(self)
         self.reclaim = Reclaim(self)
         self.limits = Limits(self)
@@ -202,7 +205,7 @@ class Leader:
                     self.demand.published_inside(entry.runs)
         if kind is PositionKind.STEP and self.active:
             entries.extend(self.reclaim.pick())
-        entries.extend(self.demand.changed_capacity())
+        entries.extend(self.memory.changed())
         return entries
 
     def seal(self, kind: PositionKind, position: int, entries: Sequence[Entry]) -> Mark:
@@ -265,6 +268,7 @@ class Leader:
         self.now = now
         self.lost = None
         self.backoff = Backoff(self.policy)
+        self.memory = Memory(self)
         self.demand = Demand(self)
         self.reclaim = Reclaim(self)
         self.limits = Limits(self)
@@ -328,7 +332,7 @@ class Leader:
         if not creating:
             # Else it may be from before the creates or from behind them; the answer says which, and is paid for then.
             peer.budget_bytes = beat.free_bytes
-            self.demand.budgets_changed()
+            self.memory.budgets_changed()
         short = self.commit.short
         if short is not None and short.rank == rank and beat.free_bytes > self._enough_again(peer, short):
             self.commit.short = None

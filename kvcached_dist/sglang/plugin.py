@@ -19,6 +19,7 @@ from . import features, specs
 from .admission import Admission
 from .build import Building
 from .engine import check_cache
+from .eviction import Evictions
 from .offload import Offload
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
 
@@ -55,6 +56,7 @@ class Plugin:
         self.runtime = Runtime(config, self.not_in_force)
         self.building = building = Building(self.runtime)
         admission, offload = Admission(self.runtime), Offload(self.runtime)
+        self._evictions = evictions = Evictions(self.runtime)
         adder = f"{_MGR}schedule_policy.PrefillAdder."
         components, dsv4 = f"{_MGR}scheduler_components.", f"{_MEM}deepseek_v4_memory_pool."
         front = f"{_MGR}tokenizer_control_mixin.TokenizerControlMixin."
@@ -85,6 +87,10 @@ class Plugin:
             Hook(f"{_MEM}allocator.token.TokenToKVPoolAllocator.free", "AROUND", self._free_tokens),
             Hook(f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", "AROUND", self._free_pages),
             Hook(f"{_MEM}memory_pool.ReqToTokenPool.free_rows", "AROUND", self._free_rows),
+            Hook(f"{_MEM}unified_radix_cache.UnifiedRadixCache._evict", "AROUND", evictions.evict),
+            Hook(
+                f"{_MEM}unified_radix_cache.UnifiedRadixCache._component_available_size", "AFTER", evictions.available
+            ),
             Hook(f"{receiver}_split_work_and_control_reqs", "AFTER", self._split),
             Hook(f"{receiver}_broadcast_reqs_across_ranks", "BEFORE", self._about_to_broadcast),
             Hook(f"{_MGR}scheduler.Scheduler.process_input_requests", "BEFORE", self._requests_arrived),
@@ -176,11 +182,14 @@ class Plugin:
 
     def _free_tokens(self, original: Any, allocator: Any, free_index: Any) -> None:
         # What waits in a free group comes here again when the group ends.
-        entering = allocator.free_group is None
-        original(allocator, self.runtime.admit(allocator, free_index) if entering else free_index)
+        if allocator.free_group is None:
+            self._evictions.free(original, allocator, (free_index,))
+        else:
+            original(allocator, free_index)
 
     def _free_pages(self, original: Any, allocator: Any, *page_ids: Any) -> None:
-        original(allocator, *(self.runtime.admit(allocator, ids) for ids in page_ids))
+        # Pages that are not sorted while they are allocated are given again first.
+        self._evictions.free(original, allocator, page_ids, in_front=not allocator.need_sort)
 
     def _free_rows(self, original: Any, pool: Any, indices: Any) -> None:
         original(pool, self.runtime.admit(pool, indices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from kvcached_dist.coord.core.errors import ConfigError
 from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.runtime import Phase
+from tests.sglang.conftest import undone
 from tests.sglang.families import Rank, configurator
+from tests.sglang.prefixes import PROMPTS, keep, node_by_node, prefix_cache, watch_entering
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +121,7 @@ def test_window_tokens_are_given_back_while_the_full_ones_stay(rank: Rank) -> No
         rank.allocator.free_swa(ids)
     # A run is given back whole, so a run of the last request's window may stay.
     rank.settle(lambda: published(rank)[1] <= window - 128)
-    assert full >= published(rank)[0] >= 4 * 128
+    assert published(rank)[0] >= 4 * 128
     for number, ids in enumerate((*old, last)):
         assert all((buffer[ids] == number + 1).all() for buffer in full_buffers)
     assert all((buffer[tail] == 7).all() for buffer in window_buffers)
@@ -152,6 +155,48 @@ def test_a_flush_leaves_only_what_is_published(rank: Rank) -> None:
 def test_the_null_page_is_there_in_both(rank: Rank) -> None:
     for buffer in buffers(rank.pool):
         buffer[: rank.pool.page_size] = 3
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_what_an_eviction_frees_enters_both_lists_together_and_as_it_would_node_by_node(
+    page: int, engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    looks: list[list[tuple[str, int]]] = [[], []]
+    for together in (False, True):
+        with undone(registry), contextlib.closing(Rank(registry, monkeypatch, hybrid_configurator())) as rank:
+            rank.build(lambda: engine_pool(page), lambda pool, rows: allocator(page, pool, rows))
+            cache = prefix_cache(rank.allocator, page, "FULL", "SWA", sliding_window_size=page)
+            for prompt in PROMPTS:
+                # Long enough that a window ends inside.
+                keep(cache, [*prompt, 50, 51], extend(rank, (len(prompt) + 2) * page))
+            for known in rank.runtime.lists.values():
+                watch_entering(known, looks[together], monkeypatch)
+            with contextlib.nullcontext() if together else node_by_node(rank.runtime):
+                said = make_room(cache, full=9 * page, window=14 * page)
+            assert said == [rank.allocator.full_available_size(), rank.allocator.swa_available_size()]
+            parts = rank.allocator.full_attn_allocator.free_pages, rank.allocator.swa_attn_allocator.free_pages
+            found.append((*map(torch.Tensor.tolist, parts), cache.full_evictable_size(), cache.swa_evictable_size()))
+    assert found[0] == found[1]
+    assert len(looks[0]) > 4
+    assert [name for name, _ in looks[1]] == [specs.FULL, specs.SWA]
+    assert min(ids for _, ids in looks[1]) >= 9
+
+
+def make_room(cache: Any, full: int, window: int) -> list[int]:
+    """An eviction for a step that lacks so many tokens; what the engine believed to be available at its end."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    said: list[int] = []
+    walk = cache._evict_components
+
+    def and_look(*args: Any, **more: Any) -> None:
+        walk(*args, **more)
+        said.extend(cache._component_available_size(component) for component in cache.tree_components)
+
+    cache._evict_components = and_look
+    cache.evict_for_alloc(EvictParams(num_tokens=full, swa_num_tokens=window))
+    return said
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "M6-growable-rises-at-retire",
         "M6: GROWABLE rises at RETIRE",
-        CORE + "demand.py",
+        CORE + "memory.py",
         "        opened = leader.tables[domain].count(PageState.OPEN)\n",
         "        opened = leader.tables[domain].count(PageState.OPEN)"
         " + leader.tables[domain].count(PageState.RETIRING)\n",
@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "M6-growable-falls-late",
         "M6: GROWABLE does not fall in the mark of the PUBLISH",
-        CORE + "demand.py",
+        CORE + "memory.py",
         "            if blocks < logged or blocks - logged >= slack:\n",
         "            if blocks < logged - 2 or blocks - logged >= slack:\n",
     ),

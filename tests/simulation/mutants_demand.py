@@ -9,8 +9,8 @@ DEMAND = (
         "recent-demand-is-forgotten",
         "L1: what a step took lately is not kept ready",
         CORE + "demand.py",
-        "        if (more := self.recent_pages(domain) - pages) > 0:\n",
-        "        if (more := self.recent_pages(domain) - pages) > 1 << 30:\n",
+        "        if (more := -(-recent // per_page) - pages) > 0:\n",
+        "        if (more := -(-recent // per_page) - pages) > 1 << 30:\n",
     ),
     Mutant(
         "gives-back-what-is-free-for-a-moment",
@@ -30,7 +30,7 @@ DEMAND = (
         "retained-runs-wait-for-a-large-request",
         "M6: memory is short and what is retained is not adopted",
         CORE + "demand.py",
-        "        short = not self._affordable(wanted)\n",
+        "        short = not self._memory.fits(wanted)\n",
         "        short = False\n",
     ),
     Mutant(
@@ -44,7 +44,7 @@ DEMAND = (
         "whole-runs-or-nothing",
         "L5: domains that share memory stop growing although what is missing fits",
         CORE + "demand.py",
-        "            wanted = self.fitting(self._background_targets(whole_runs=False))\n",
+        "            wanted = self._memory.fitting(self._background_targets(whole_runs=False))\n",
         "            wanted = {}\n",
     ),
     Mutant(
@@ -58,15 +58,15 @@ DEMAND = (
         "what-is-kept-ready-takes-what-is-left",
         "quantities: what was wanted lately is kept ready out of memory that is short",
         CORE + "demand.py",
-        "self._affordable_pages(domain) // SPARE_SHARE)\n        return min(max(leader",
-        "self._affordable_pages(domain))\n        return min(max(leader",
+        "self._memory.affordable(domain) // SPARE_SHARE)\n        return min(max(leader",
+        "self._memory.affordable(domain))\n        return min(max(leader",
     ),
     Mutant(
         "a-neighbour-waits-for-a-window",
         "quantities: what is free is kept although the card has little left",
         CORE + "demand.py",
-        "        if self._backable_pages(domain) >= leader.tables[domain].pages // SHORT_SHARE:\n",
-        "        if self._backable_pages(domain) >= 0:\n",
+        "        if self._memory.backable(domain) >= leader.tables[domain].pages // SHORT_SHARE:\n",
+        "        if self._memory.backable(domain) >= 0:\n",
     ),
     Mutant(
         "runs-never-follow-what-is-held",
@@ -85,9 +85,9 @@ DEMAND = (
     Mutant(
         "every-domain-counts-with-all-memory",
         "L5: domains that are short together grow by nothing",
-        CORE + "demand.py",
-        "        if self._affordable(new):\n            return dict(pages)\n",
-        "        if self._affordable(new) or new:\n            return dict(pages)\n",
+        CORE + "memory.py",
+        "        if self.fits(new):\n            return dict(pages)\n",
+        "        if self.fits(new) or new:\n            return dict(pages)\n",
     ),
     Mutant(
         "released-memory-waits-for-a-beat",

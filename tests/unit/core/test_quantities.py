@@ -30,7 +30,7 @@ def test_domains_that_are_short_together_get_a_part_each() -> None:
 
 
 def test_a_share_of_less_than_a_page_is_a_page_where_it_fits() -> None:
-    found = Rig(10 * PAGE, domains=2).leader.demand.fitting({DomainId(0): 95, DomainId(1): 5})
+    found = Rig(10 * PAGE, domains=2).leader.memory.fitting({DomainId(0): 95, DomainId(1): 5})
     assert found == {0: 9, 1: 1}
 
 
@@ -39,7 +39,7 @@ def test_pages_that_are_held_already_cost_nothing() -> None:
     rig.leader.commit.open_grow((run(1, 4),), foreground=False)
     rig.answer(Reserved, handles=(1,))
     assert rig.peer.budget_bytes == 0
-    assert rig.leader.demand.fitting({DomainId(0): 4, DomainId(1): 3}) == {0: 4}
+    assert rig.leader.memory.fitting({DomainId(0): 4, DomainId(1): 3}) == {0: 4}
 
 
 def test_an_operation_that_waits_for_a_release_need_not_wait_for_a_beat_too() -> None:
