@@ -18,7 +18,7 @@ than few long ones. With ``--together`` both are asked at the same time instead 
 one set and the elastic one of the other are asked at the same time, crosswise from round to round. Nothing is shared
 but what disturbs the machine, and what a set of cards and its processors are faster by than the other cancels in the
 geometric mean of two rounds, of which the ratios are made. This says most. ``--skip-s`` gives another table without the
-seconds in which pools grow from nothing.
+seconds in which pools grow from nothing, ``--steps`` one of where the time of a step goes (:mod:`serving.steps`).
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -32,13 +32,14 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import measure
+from serving import measure, steps
 from serving.load import Request, random_requests
 from serving.models import MODELS, Model
 from serving.race import Race
@@ -50,6 +51,9 @@ GRAPHS = (
     json.dumps({"decode": {"backend": "full", "bs": [1, 2, 4, 8, 16, 32]}, "prefill": {"backend": "disabled"}}),
 )
 KINDS = ("native", "elastic")
+STEPS_WRITTEN_S = 2.0
+"""Servers write the times of their steps this often."""
+
 SHOWN = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms")
 
 
@@ -91,20 +95,24 @@ def cell(
 ) -> None:
     """One model, with captured graphs or without; what is known so far is saved as it comes."""
     graphs = found["graphs"]
+    label = f"{model.name}-{'graphs' if graphs else 'eager'}"
     title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
     servers: dict[tuple[str, int], Server] = {}
     try:
         for place in range(2 if arguments.apart else 1):
             for kind in KINDS:
                 servers[kind, place] = Server.launch(
-                    f"{model.name}-{'graphs' if graphs else 'eager'}-{kind}-{place}",
+                    f"{label}-{kind}-{place}",
                     model,
                     folder,
                     elastic=kind == "elastic",
                     tp=arguments.tp,
                     cards=range(place * arguments.tp, (place + 1) * arguments.tp) if arguments.apart else (),
                     options=GRAPHS if graphs else EAGER,
-                    settings=dict(arguments.set) if kind == "elastic" else {},
+                    settings={
+                        **(dict(arguments.set) if kind == "elastic" else {}),
+                        **(steps.environment(folder, f"steps-{label}-{kind}-{place}") if arguments.steps else {}),
+                    },
                 )
         for (kind, place), server in servers.items():
             found[f"ready_{kind}_{place}_s"] = server.ready()
@@ -119,6 +127,11 @@ def cell(
         pools = servers["elastic", 0].states()[0]["pools"]
         found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
         show(console, title, found, arguments.apart)
+        if arguments.steps:
+            time.sleep(2 * STEPS_WRITTEN_S)
+            names = {kind: [f"steps-{label}-{kind}-{place}" for of, place in servers if of == kind] for kind in KINDS}
+            found["steps"] = {kind: steps.read(folder, names[kind]) for kind in KINDS}
+            console.print(step_table(found["steps"]))
     except Exception as error:
         found["failure"] = str(error)[-4000:]
         found["logs"] = {server.name: server.tail(60) for server in servers.values()}
@@ -193,6 +206,18 @@ def show(console: Console, title: str, found: dict[str, Any], apart: bool) -> No
         console.print(f"elastic: {memory_of(run)}{run['counters']}")
 
 
+def step_table(found: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    """Medians per kind of step."""
+    table = Table(title="steps, medians in ms", title_justify="left")
+    for heading in ("", "", "steps", "launch to launch", *steps.PARTS):
+        table.add_column(heading, justify="right" if heading else "left")
+    for step in sorted({step for of_kind in found.values() for step in of_kind}):
+        for kind in KINDS:
+            if (row := found[kind].get(step)) is not None:
+                table.add_row(step, kind, str(row["steps"]), *(f"{row[part]:.3f}" for part in ("step", *steps.PARTS)))
+    return table
+
+
 def compared(native: Sequence[float], elastic: Sequence[float], *, crosswise: bool) -> list[float]:
     """Ratios of the rounds; of rounds that were crosswise, the geometric mean of each two."""
     ratios = [mine / theirs if theirs else math.nan for theirs, mine in zip(native, elastic, strict=True)]
@@ -233,6 +258,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--skip-s", type=float, default=0.0, help="with --together or --apart: seconds that the steady state leaves out"
     )
+    parser.add_argument("--steps", action="store_true", help="time the engine's steps from inside")
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
