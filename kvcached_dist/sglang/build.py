@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..coord.core.errors import ConfigError
 from . import buffers, drafts, specs
 from .runtime import Phase, Runtime
+from .starting import Starting
 
 if TYPE_CHECKING:
     import torch
-
-    from ..pools.backing import StageBacking
 
 
 class Building:
     """Takes the pools of one process over, one family at a time.
 
-    A pool that is not taken over builds itself as ever; :meth:`Runtime.bind` then finds that nothing was started, or
+    A pool that is not taken over builds itself as ever; :meth:`Starting.bind` then finds that nothing was started, or
     that it stayed beside elastic ones.
 
     Args:
         runtime: what is elastic in this process.
+        starting: how it became so.
 
     Threads: the scheduler thread.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, starting: Starting) -> None:
         self._runtime = runtime
-        self.drafts = drafts.Drafts(runtime)
+        self._starting = starting
+        self.drafts = drafts.Drafts(runtime, starting)
         self._next_of_hybrid: list[str] | None = None
         """Prefixes of the pools of a sliding-window hybrid that are still to create their buffers."""
         self.dsv4: buffers.Dsv4Buffers | None = None
@@ -39,18 +39,11 @@ class Building:
         self.state_owner: Any = None
         """The pool whose request states are reset at hand-out."""
 
-    def _start(self, describe: Callable[[int], specs.Takeover]) -> StageBacking | None:
-        """Collective: reservations for what is described, or ``None``: the pools stay native."""
-        runtime = self._runtime
-        if runtime.start(describe) is None or runtime.coordinator is None:
-            return None
-        return runtime.coordinator.backing
-
     def _place(self, first_layer: int, end_layer: int, granule_bytes: int) -> specs.Place:
-        runtime = self._runtime
-        parallel = runtime.parallel
+        starting = self._starting
+        parallel = starting.parallel
         return specs.Place(
-            runtime.model_layers, first_layer, end_layer, parallel.pp_rank, parallel.pp_size, parallel.tp_size,
+            starting.model_layers, first_layer, end_layer, parallel.pp_rank, parallel.pp_size, parallel.tp_size,
             granule_bytes,
         )  # fmt: skip
 
@@ -77,9 +70,9 @@ class Building:
             place = self._place(pool.start_layer, pool.start_layer + pool.layer_num, granule_bytes)
             layers = tuple(range(place.layers))
             side = specs.head_side("mha", specs.FULL, layers, specs.HeadPool.of(pool))
-            return specs.token_stage([drafts.beside(side, runtime.draft, place.layers)], place)
+            return specs.token_stage([drafts.beside(side, self._starting.draft, place.layers)], place)
 
-        backing = self._start(describe)
+        backing = self._starting.start(describe)
         if backing is None:
             original(pool)
             return
@@ -98,9 +91,9 @@ class Building:
         def describe(granule_bytes: int) -> specs.Takeover:
             place = self._place(pool.start_layer, pool.start_layer + pool.layer_num, granule_bytes)
             side = specs.latent_side(tuple(range(place.layers)), pool)
-            return specs.token_stage([drafts.beside(side, self._runtime.draft, place.layers)], place)
+            return specs.token_stage([drafts.beside(side, self._starting.draft, place.layers)], place)
 
-        backing = self._start(describe)
+        backing = self._starting.start(describe)
         if backing is None:
             original(pool)
             return
@@ -115,7 +108,7 @@ class Building:
         if runtime.phase is not Phase.AGREED or type(pool).__name__ != "SWAKVPool" or not _two_plain_pools(chosen):
             original(pool, *args, **options)
             return
-        if self._start(lambda granule_bytes: self._hybrid_stage(chosen, granule_bytes)) is None:
+        if self._starting.start(lambda granule_bytes: self._hybrid_stage(chosen, granule_bytes)) is None:
             original(pool, *args, **options)
             return
         self._next_of_hybrid = ["mha", "swa"]
@@ -127,7 +120,7 @@ class Building:
             self._next_of_hybrid = None
 
     def _hybrid_stage(self, chosen: dict[str, Any], granule_bytes: int) -> specs.Takeover:
-        configurator = self._runtime.configurator
+        configurator = self._starting.configurator
         info = configurator.layer_info
         place = self._place(info.start_layer, info.end_layer, granule_bytes)
         return specs.hybrid_stage(configurator, chosen, place)
@@ -136,23 +129,23 @@ class Building:
 
     def build_dsv4_pool(self, original: Any, configurator: Any, **sizes: Any) -> Any:
         """All pools of DeepSeek-V4 are taken over together, while the engine's pool object builds itself."""
-        runtime = self._runtime
+        starting = self._starting
         if self.drafts.building:
             return self.drafts.build_dsv4_pool(original, configurator, sizes)
-        if runtime.phase is not Phase.AGREED or configurator.is_draft_worker:
+        if self._runtime.phase is not Phase.AGREED or configurator.is_draft_worker:
             return original(configurator, **sizes)
         slots = int(sizes["req_to_token_pool"].req_to_token.shape[0])
 
         def describe(_granule_bytes: int) -> specs.Takeover:
             return specs.dsv4_stage(
                 configurator,
-                full_tokens=int(runtime.sizes.full_max_total_num_tokens),
+                full_tokens=int(starting.sizes.full_max_total_num_tokens),
                 swa_tokens=int(sizes["swa_max_total_num_tokens"]),
                 request_slots=slots,
-                draft=runtime.draft,
+                draft=starting.draft,
             )
 
-        backing = self._start(describe)
+        backing = starting.start(describe)
         if backing is None:
             return original(configurator, **sizes)
         self.dsv4 = buffers.Dsv4Buffers(backing, int(configurator.pool_page_size))
@@ -194,7 +187,7 @@ class Building:
         if rows:
             self._runtime.handed_out(pool, rows)
         if rows and self.state_owner is not None:
-            buffers.reset_request_states(self.state_owner, rows, self._runtime.forward_stream)
+            buffers.reset_request_states(self.state_owner, rows, self._starting.forward_stream)
 
 
 def _two_plain_pools(chosen: dict[str, Any]) -> bool:

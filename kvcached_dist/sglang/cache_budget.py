@@ -46,9 +46,10 @@ class CacheBudget:
             known: free list of full attention.
             idle: the engine has nothing to do.
         """
+        if not idle and coordinator.calm:
+            return 0  # nearly every step: memory is not short, and no rank holds more than the limit
         cached = int(tree_cache.evictable_size())
-        # In nearly every step nothing is asked for: within the budget, or busy while memory is not short.
-        within = self._tokens < 0 or cached <= self._tokens or (not idle and coordinator.calm)
+        within = self._tokens < 0 or cached <= self._tokens
         over = coordinator.overage_bytes
         if not cached or (within and not over):
             return 0

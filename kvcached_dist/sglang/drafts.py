@@ -23,6 +23,7 @@ from . import buffers, engine, specs
 if TYPE_CHECKING:
     from ..pools.specs import PoolSpec
     from .runtime import Runtime
+    from .starting import Starting
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
@@ -121,12 +122,14 @@ class Drafts:
 
     Args:
         runtime: what is elastic in this process.
+        starting: how it became so.
 
     Threads: the scheduler thread.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, starting: Starting) -> None:
         self._runtime = runtime
+        self._starting = starting
         self._building = False
         self._taken = False
         self._pages: buffers.Dsv4Buffers | None = None
@@ -145,12 +148,12 @@ class Drafts:
         Returns:
             Sizes that hold the target's ids, or ``None`` where they stay.
         """
-        runtime = self._runtime
-        self._building, self._taken = runtime.elastic and runtime.draft is not None, False
-        if not self._building or sizes.max_total_num_tokens <= runtime.sizes.max_total_num_tokens:
+        agreed = self._starting
+        self._building, self._taken = self._runtime.elastic and agreed.draft is not None, False
+        if not self._building or sizes.max_total_num_tokens <= agreed.sizes.max_total_num_tokens:
             return None
         names = type(sizes).__struct_fields__
-        return type(sizes)(**{name: getattr(runtime.sizes if name in TOKENS else sizes, name) for name in names})
+        return type(sizes)(**{name: getattr(agreed.sizes if name in TOKENS else sizes, name) for name in names})
 
     def create_heads(self, original: Callable[[Any], None], pool: Any, plain: bool) -> None:
         """``MHATokenToKVPool`` of the draft model, in the native layout or another one."""
@@ -210,7 +213,7 @@ class Drafts:
         if self._building and not self._taken:
             self._stays(f"the engine built a {type(pools.token_to_kv_pool).__name__}")
         self._building = False
-        self._runtime.reserve(pools, f"{PREFIX}.")
+        self._starting.reserve(pools, f"{PREFIX}.")
 
     def _stays(self, why: str) -> None:
         """The engine makes another pool than its draft model promised. Its ids are good in that one as well.
@@ -218,21 +221,18 @@ class Drafts:
         Layers of DeepSeek-V4 are taken over one by one: those that were taken before stay so.
         """
         self._building = False
-        text = f"{why}; described were {self._runtime.draft}"
+        text = f"{why}; described were {self._starting.draft}"
         if self._runtime.config.require:
             raise ConfigError(f"KVCACHED_REQUIRE=1, but the draft pool would stay native: {text}")
         taken = 0 if self._pages is None else self._pages.layers
         _log.warning(
             "event=pool rank=%d name=%s elastic=%s why=%r note='its elastic share is backed with every page; layers"
-            " of it that are used: %d of %d'", self._runtime.parallel.world.rank, PREFIX, "partly" if taken else "no",
-            text, taken, 0 if self._runtime.draft is None else self._runtime.draft.layers,
+            " of it that are used: %d of %d'", self._starting.parallel.world.rank, PREFIX, "partly" if taken else "no",
+            text, taken, 0 if self._starting.draft is None else self._starting.draft.layers,
         )  # fmt: skip
 
     def _backing(self) -> Any:
-        coordinator = self._runtime.coordinator
-        if coordinator is None:
-            raise ConfigError(f"no coordinator in phase {self._runtime.phase.value}")
-        return coordinator.backing
+        return self._runtime.started.backing
 
 
 def beside(side: specs.Side, draft: Draft | None, layers: int) -> specs.Side:

@@ -22,6 +22,7 @@ from .engine import check_cache
 from .eviction import Evictions
 from .offload import Offload
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
+from .starting import Starting
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
@@ -53,8 +54,9 @@ class Plugin:
     """
 
     def __init__(self, config: Config) -> None:
-        self.runtime = Runtime(config, self.not_in_force)
-        self.building = building = Building(self.runtime)
+        self.runtime = Runtime(config)
+        self.starting = Starting(self.runtime, self.not_in_force)
+        self.building = building = Building(self.runtime, self.starting)
         admission, offload = Admission(self.runtime), Offload(self.runtime)
         self._evictions = evictions = Evictions(self.runtime)
         adder = f"{_MGR}schedule_policy.PrefillAdder."
@@ -139,7 +141,7 @@ class Plugin:
     def _sizes_derived(self, sizes: Any, configurator: Any, **_: Any) -> Any:
         if configurator.is_draft_worker:
             return self.building.drafts.sized(sizes)
-        return self.runtime.agree(configurator, sizes)
+        return self.starting.agree(configurator, sizes)
 
     def _check_rows(self, original: Any, checker: Any) -> None:
         """The engine's check of request rows compares its list with all rows there are."""
@@ -159,13 +161,13 @@ class Plugin:
         if configurator.is_draft_worker:
             self.building.drafts.built(pools)
         else:
-            self.runtime.bind(pools)
+            self.starting.bind(pools)
 
     def _worker_starts(self, scheduler: Any) -> None:
-        self.runtime.starts(scheduler)
+        self.starting.worker_starts(scheduler)
 
     def _worker_ready(self, _result: None, scheduler: Any) -> None:
-        self.runtime.attach(scheduler)
+        self.starting.attach(scheduler)
 
     def _scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         # Its prefix cache is made after its worker; the first step asks it already.

@@ -158,12 +158,11 @@ def test_a_run_in_use_never_drains(lists: tuple[Allocator, TokenList], never_wai
 
 
 def test_rows_that_name_what_is_gone_are_cleared_without_waiting(never_waiting: None) -> None:
-    runtime = Runtime(Config.preset("tests"), list)
+    runtime = Runtime(Config.preset("tests"))
     stage = StageSpec("test", "", 0, 1, 0, 1, (DomainSpec(specs.FULL, 1024, 1, 16),), ())
     table = torch.arange(1024, dtype=torch.int32, device="cuda").view(4, 256)
-    runtime.coordinator = cast(Any, SimpleNamespace(stage=stage))
-    runtime._takeover = specs.Takeover(stage, {specs.FULL: 1000})
-    runtime._scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    runtime.take_over(specs.Takeover(stage, {specs.FULL: 1000}), cast(Any, SimpleNamespace(stage=stage)), {})
+    runtime.serve(SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)))
     runtime.handed_out(None, [0, 3])
     runtime._forget_ids([Run(DomainId(0), PageId(3), 2)])
     torch.cuda.set_sync_debug_mode("default")

@@ -51,7 +51,7 @@ class Rank:
         registry.apply_hooks()
         self.runtime = self.plugin.runtime
         self.runtime.phase = Phase.AGREED
-        self.runtime._configurator = made_by
+        self.plugin.starting.configurator = made_by
 
     def build(self, make_pool: Callable[[], Any], make_allocator: Callable[[Any, Any], Any]) -> None:
         """What ``_init_pools`` of the engine does: request rows, buffers, allocator."""
@@ -64,7 +64,7 @@ class Rank:
             req_to_token_pool=self.rows, token_to_kv_pool=self.pool, token_to_kv_pool_allocator=self.allocator,
             unified_memory_pool=None,
         )  # fmt: skip
-        self.plugin._pools_built(self.pools, self.runtime.configurator)
+        self.plugin._pools_built(self.pools, self.plugin.starting.configurator)
 
     @property
     def coordinator(self) -> Any:

@@ -13,6 +13,7 @@ from kvcached_dist.coord.core.errors import ConfigError
 from kvcached_dist.sglang import engine
 from kvcached_dist.sglang.offer import Offer
 from kvcached_dist.sglang.runtime import Phase, Runtime
+from kvcached_dist.sglang.starting import Starting
 
 
 def configurator(**changes: Any) -> Any:
@@ -49,8 +50,8 @@ def sizes(tokens: int = 4096) -> Any:
     )  # fmt: skip
 
 
-def runtime(missing: tuple[str, ...] = (), **settings: Any) -> Runtime:
-    return Runtime(Config.preset("tests", **settings), lambda: list(missing))
+def starting(missing: tuple[str, ...] = (), **settings: Any) -> Starting:
+    return Starting(Runtime(Config.preset("tests", **settings)), lambda: list(missing))
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_plain_model_is_taken_over(engine_settings: Any, others: list[Any]) -> None:
-    made = runtime()
+    made = starting()
     assert made.agree(configurator(), sizes()) is None
-    assert made.phase is Phase.AGREED
+    assert made.runtime.phase is Phase.AGREED
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,10 @@ def test_a_plain_model_is_taken_over(engine_settings: Any, others: list[Any]) ->
 def test_what_is_not_supported_stays_native_and_is_named(
     change: dict[str, Any], why: str, engine_settings: Any, others: list[Any]
 ) -> None:
-    made = runtime()
+    made = starting()
     assert made.agree(configurator(**change), sizes()) is None
-    assert made.phase is Phase.NATIVE
-    assert f"rank 0: not supported: {why}" in made.reason
+    assert made.runtime.phase is Phase.NATIVE
+    assert f"rank 0: not supported: {why}" in made.runtime.reason
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,9 @@ def test_deepseek_v4_stays_native_where_its_bridge_is_off(
 ) -> None:
     monkeypatch.setattr(engine, "is_dsv4", lambda _configurator: True)
     assert engine.refusal(configurator(), dsv4_bridge=True) is None
-    made = runtime(sglang_dsv4_kv_pool_bridge=False)
+    made = starting(sglang_dsv4_kv_pool_bridge=False)
     made.agree(configurator(), sizes())
-    assert made.reason == "rank 0: not supported: DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)"
+    assert made.runtime.reason == "rank 0: not supported: DeepSeek-V4 (KVCACHED_SGLANG_DSV4_KV_POOL_BRIDGE is off)"
 
 
 @pytest.mark.parametrize("missing", ["spec_algorithm", "layer_info", "pool_page_size"])
@@ -157,34 +158,34 @@ def test_an_engine_that_is_laid_out_differently_stays_native(
     missing: str, engine_settings: Any, others: list[Any]
 ) -> None:
     """Whether what it lacks is needed to refuse or to count what fits."""
-    made = runtime()
+    made = starting()
     odd = configurator()
     delattr(odd, missing)
     made.agree(odd, sizes())
-    assert "laid out differently" in made.reason
-    assert missing in made.reason
+    assert "laid out differently" in made.runtime.reason
+    assert missing in made.runtime.reason
 
 
 def test_one_rank_that_cannot_keeps_the_native_pools_of_all(engine_settings: Any, others: list[Any]) -> None:
     others.append(Offer(refused="not hooked: a.b.c"))
-    made = runtime()
+    made = starting()
     made.agree(configurator(), sizes())
-    assert (made.phase, made.reason) == (Phase.NATIVE, "rank 1: not hooked: a.b.c")
+    assert (made.runtime.phase, made.runtime.reason) == (Phase.NATIVE, "rank 1: not hooked: a.b.c")
     with pytest.raises(ConfigError, match="rank 1: not hooked"):
-        runtime(require=True).agree(configurator(), sizes())
+        starting(require=True).agree(configurator(), sizes())
 
 
 def test_a_hook_that_is_not_in_force_is_named(engine_settings: Any, others: list[Any]) -> None:
-    made = runtime(missing=("x.y",))
+    made = starting(missing=("x.y",))
     made.agree(configurator(), sizes())
-    assert made.reason == "rank 0: not hooked: x.y"
+    assert made.runtime.reason == "rank 0: not hooked: x.y"
 
 
 def test_the_capacity_is_what_the_smallest_rank_could_ever_hold(
     engine_settings: Any, others: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     others.append(Offer(tokens=1600))
-    made = runtime()
+    made = starting()
     cut: Any = made.agree(configurator(), sizes(4096))
     assert cut.max_total_num_tokens == made.sizes.max_total_num_tokens == 1600
     assert cut.max_running_requests == 8
@@ -193,37 +194,38 @@ def test_the_capacity_is_what_the_smallest_rank_could_ever_hold(
 
 def test_a_small_device_cuts_in_whole_pages(engine_settings: Any, others: list[Any]) -> None:
     # 128 bytes a token on this rank; the null page and the borders of four lanes go off first.
-    cut: Any = runtime(host_capacity_bytes=256 << 10).agree(configurator(), sizes(4096))
+    cut: Any = starting(host_capacity_bytes=256 << 10).agree(configurator(), sizes(4096))
     assert cut.max_total_num_tokens % 16 == 0
     assert 0 < cut.max_total_num_tokens * 128 <= 256 << 10
 
 
 def test_draft_models_are_left_alone(engine_settings: Any, others: list[Any]) -> None:
-    made = runtime()
+    made = starting()
     assert made.agree(configurator(is_draft_worker=True), sizes()) is None
-    assert made.phase is Phase.UNDECIDED
+    assert made.runtime.phase is Phase.UNDECIDED
 
 
 def test_an_engine_that_builds_another_pool_stays_native(engine_settings: Any, others: list[Any]) -> None:
-    made = runtime()
+    made = starting()
     made.agree(configurator(), sizes())
     made.bind(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
-    assert made.phase is Phase.NATIVE
-    assert "the engine built a SimpleNamespace" in made.reason
+    assert made.runtime.phase is Phase.NATIVE
+    assert "the engine built a SimpleNamespace" in made.runtime.reason
 
 
 def test_elastic_buffers_without_elastic_lists_end_the_start(engine_settings: Any, others: list[Any]) -> None:
     """Too late for native pools: the engine's lists would hand out ids without memory."""
-    made = runtime(missing=("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools",))
-    made._configurator, made.phase = configurator(), Phase.STARTED
+    made = starting(missing=("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools",))
+    made.configurator, made.runtime.phase = configurator(), Phase.STARTED
     with pytest.raises(ConfigError, match=r"rank 0: the engine has elastic buffers.*not hooked: .*\._init_pools\. Run"):
         made.attach(SimpleNamespace())
-    assert made.phase is Phase.STARTED
+    assert made.runtime.phase is Phase.STARTED
 
 
 @pytest.mark.parametrize("phase", [Phase.UNDECIDED, Phase.AGREED])
 def test_an_engine_that_built_its_pools_elsewhere_stays_native(phase: Phase) -> None:
-    made = runtime()
-    made.phase = phase
+    made = starting()
+    made.runtime.phase = phase
     made.attach(SimpleNamespace())
-    assert (made.phase, made.reason) == (Phase.NATIVE, f"the engine built its pools elsewhere (phase {phase.value})")
+    assert made.runtime.phase is Phase.NATIVE
+    assert made.runtime.reason == f"the engine built its pools elsewhere (phase {phase.value})"

@@ -53,7 +53,6 @@ def test_a_busy_engine_keeps_what_nobody_else_wants() -> None:
 def test_in_a_calm_memory_is_not_short_and_is_not_asked_for() -> None:
     assert surplus(5000, short=10, calm=True) == 0
     assert surplus(5000, idle=True, calm=True) == 4000
-    assert surplus(5000, short=10, over=4096, free=0, calm=True) == PAGE
 
 
 def test_at_idle_the_cache_goes_down_to_its_budget() -> None:

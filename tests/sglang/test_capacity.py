@@ -12,7 +12,7 @@ from kvcached_dist.config import Config
 from kvcached_dist.coord.core.errors import ConfigError
 from kvcached_dist.sglang import capacity, engine
 from kvcached_dist.sglang.runtime import Phase
-from tests.sglang.test_agreement import configurator, runtime, sizes
+from tests.sglang.test_agreement import configurator, sizes, starting
 from tests.sglang.test_dsv4_pools import configurator as dsv4_configurator
 
 GRANULE = 4096
@@ -101,13 +101,13 @@ def test_a_window_that_fits_on_no_rank_keeps_the_native_pools(
     engine_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "gather", lambda mine, *_: [mine])
-    made = runtime(host_capacity_bytes=48 << 10, host_granule_bytes=GRANULE)
+    made = starting(host_capacity_bytes=48 << 10, host_granule_bytes=GRANULE)
     assert made.agree(hybrid(), window_sizes()) is None
-    assert made.phase is Phase.NATIVE
-    assert "in window layers" in made.reason
-    enough = runtime(host_capacity_bytes=96 << 10, host_granule_bytes=GRANULE)
+    assert made.runtime.phase is Phase.NATIVE
+    assert "in window layers" in made.runtime.reason
+    enough = starting(host_capacity_bytes=96 << 10, host_granule_bytes=GRANULE)
     smaller: Any = enough.agree(hybrid(), window_sizes())
-    assert (enough.phase, enough.sizes) == (Phase.AGREED, smaller)
+    assert (enough.runtime.phase, enough.sizes) == (Phase.AGREED, smaller)
     assert 96 < smaller.swa_max_total_num_tokens < 2048
 
 

@@ -68,7 +68,7 @@ def test_what_its_own_model_says_is_what_is_made(
     change(made)
     served = Served(made, registry, require=True).start()
     try:
-        assert served.runtime.draft == described
+        assert served.plugin.starting.draft == described
         assert served.snapshot("runtime_pools") == {}
         assert {buffer.dtype for buffer in buffers(served.draft.token_to_kv_pool)} == {described.dtype}
     finally:

@@ -16,7 +16,7 @@ from kvcached_dist.sglang import capacity, drafts, engine
 from kvcached_dist.sglang.drafts import Draft
 from kvcached_dist.sglang.offer import Offer, common_draft
 from tests.sglang.drafted import GRANULE, TOKENS, Engine, Served, buffers, models, page, served, speculating
-from tests.sglang.test_agreement import configurator, runtime, sizes
+from tests.sglang.test_agreement import configurator, sizes, starting
 
 __all__ = ["models", "page", "served", "speculating"]
 
@@ -86,11 +86,11 @@ def test_the_capacity_counts_both_and_the_draft_pool_follows_it(
     served = Served(Engine(tmp_path, page, models), registry, host_capacity_bytes=256 << 10).start()
     try:
         draft = Draft(3, 4, (24, 24), torch.bfloat16)
-        assert (served.runtime.draft, draft.token_bytes, draft.lanes) == (draft, 3 * 4 * 48 * 2, 6)
+        assert (served.plugin.starting.draft, draft.token_bytes, draft.lanes) == (draft, 3 * 4 * 48 * 2, 6)
         # The null page and two shared granules of ten lanes; 256 bytes a token of the target.
         spare = 10 * 2 * GRANULE + page * (256 + draft.token_bytes)
         tokens = ((256 << 10) - spare) // (page * (256 + draft.token_bytes)) * page
-        assert served.runtime.sizes.max_total_num_tokens == tokens < TOKENS
+        assert served.plugin.starting.sizes.max_total_num_tokens == tokens < TOKENS
         sizes = [pools.token_to_kv_pool.size for pools in (served.target, served.draft)]
         assert sizes == [tokens, tokens]
     finally:
@@ -119,6 +119,6 @@ def test_the_least_of_all_ranks_holds_target_and_draft(
     with_draft = Offer(tokens=4096, draft=draft, tokens_with_draft=320)
     for other, expected in ((with_draft, 320), (Offer(tokens=640), 640)):
         monkeypatch.setattr(engine, "gather", lambda mine, *_, other=other: [mine, other])
-        deciding = runtime()
+        deciding = starting()
         cut: Any = deciding.agree(made, sizes(4096))
         assert (cut.max_total_num_tokens, deciding.draft) == (expected, other.draft)

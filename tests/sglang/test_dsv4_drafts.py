@@ -209,9 +209,9 @@ def test_drafts_beside_online_states_keep_the_native_pools(
 def test_the_draft_pool_is_cut_with_its_target(speculating: None, tmp_path: Path, registry: Any) -> None:
     served = Served(Compressed(tmp_path), registry, host_capacity_bytes=24 << 20, require=True).start()
     try:
-        window = served.runtime.sizes.swa_max_total_num_tokens
+        window = served.plugin.starting.sizes.swa_max_total_num_tokens
         assert 0 < window < WINDOW
-        assert served.runtime.sizes.max_total_num_tokens < FULL
+        assert served.plugin.starting.sizes.max_total_num_tokens < FULL
         assert served.snapshot("runtime_pools") == {}
         sizes = [pools.token_to_kv_pool.swa_kv_pool.size for pools in (served.target, served.draft)]
         assert sizes == [window, window]
@@ -224,8 +224,8 @@ def test_the_capacity_counts_the_draft_layer(speculating: None, tmp_path: Path, 
 
     served = Served(Compressed(tmp_path), registry, host_capacity_bytes=64 << 20).start()
     try:
-        configurator, sizes = served.runtime.configurator, served.runtime.sizes
-        alone, both = (capacity.token_cost(configurator, sizes, one) for one in (None, served.runtime.draft))
+        configurator, sizes = served.plugin.starting.configurator, served.plugin.starting.sizes
+        alone, both = (capacity.token_cost(configurator, sizes, one) for one in (None, served.plugin.starting.draft))
         assert (both.window_bytes - alone.window_bytes) * PAGE == 149_760
         assert (both.token_bytes, both.lanes) == (alone.token_bytes, alone.lanes + 1)
     finally:

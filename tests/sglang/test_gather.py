@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from kvcached_dist.coord.core.errors import WaitTimeout
 from kvcached_dist.sglang import engine
 from tests.sglang.server import free_port
-from tests.sglang.test_agreement import configurator, runtime, sizes
+from tests.sglang.test_agreement import configurator, sizes, starting
 
 RANKS = 3
 WAIT_S = 0.6
@@ -75,7 +75,7 @@ def test_a_rank_with_another_version_is_a_silent_one(monkeypatch: pytest.MonkeyP
 
 
 def test_the_agreement_of_an_engine_waits_no_longer_than_the_setting_says(engine_settings: Any) -> None:
-    made = runtime(start_timeout_s=WAIT_S)
+    made = starting(start_timeout_s=WAIT_S)
     (said,) = as_ranks([0], lambda _rank: made.agree(configurator(), sizes()))
     assert isinstance(said, WaitTimeout)
     assert said.who == "rank(s) 1, 2"

@@ -137,12 +137,12 @@ def test_a_prefix_cache_that_does_not_say_what_it_could_evict_ends_the_start() -
 
 
 def test_what_stays_native_says_why_or_ends_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    lenient = Plugin(Config.preset("tests")).runtime
+    lenient = Plugin(Config.preset("tests")).starting
     lenient.stay_native("rank 1: MLA")
-    assert lenient.phase is Phase.NATIVE
+    assert lenient.runtime.phase is Phase.NATIVE
     assert "event=pool rank=0 name=all elastic=no why='rank 1: MLA'" in caplog.text
     with pytest.raises(ConfigError, match="KVCACHED_REQUIRE=1, but the pools would stay native: rank 1: MLA"):
-        Plugin(Config.preset("tests", require=True)).runtime.stay_native("rank 1: MLA")
+        Plugin(Config.preset("tests", require=True)).starting.stay_native("rank 1: MLA")
 
 
 @pytest.mark.slow

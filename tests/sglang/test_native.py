@@ -12,9 +12,10 @@ import torch
 
 from kvcached_dist.cli import main
 from kvcached_dist.sglang import engine
-from kvcached_dist.sglang.runtime import Phase, Runtime
+from kvcached_dist.sglang.runtime import Phase
+from kvcached_dist.sglang.starting import Starting
 from kvcached_dist.snapshot import SnapshotWriter, list_engines
-from tests.sglang.test_agreement import configurator, runtime, sizes
+from tests.sglang.test_agreement import configurator, sizes, starting
 from tests.sglang.test_reservations import pool_of
 
 WHY = "rank 0: not supported: recurrent state"
@@ -25,15 +26,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "gather", lambda mine, *_: [mine])
 
 
-def native(state_dir: Path, **settings: Any) -> Runtime:
+def native(state_dir: Path, **settings: Any) -> Starting:
     """A rank that has refused, before its engine builds pools."""
-    made = runtime(state_dir=str(state_dir), **settings)
+    made = starting(state_dir=str(state_dir), **settings)
     made.agree(configurator(mambaish_config=object()), sizes())
-    assert (made.phase, made.reason) == (Phase.NATIVE, WHY)
+    assert (made.runtime.phase, made.runtime.reason) == (Phase.NATIVE, WHY)
     return made
 
 
-def closed(made: Runtime) -> None:
+def closed(made: Starting) -> None:
     assert made._native is not None
     assert made._native._writer is not None
     made._native._writer.close()
@@ -73,7 +74,7 @@ def test_without_a_name_of_the_operator_all_ranks_use_that_of_rank_0(
 
     monkeypatch.setattr(engine, "gather", lambda mine, *_: [Offer(refused="x", name="engine-of-rank-0"), mine])
     monkeypatch.setattr(engine, "world_rank", lambda: 1)
-    made = runtime(state_dir=str(tmp_path))
+    made = starting(state_dir=str(tmp_path))
     made.agree(configurator(), sizes())
     made.bind(pools())
     try:

@@ -18,7 +18,7 @@ from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.lists import TokenList
 from kvcached_dist.sglang.plugin import Plugin
 from kvcached_dist.sglang.rows import RowList
-from kvcached_dist.sglang.runtime import Mark, Phase
+from kvcached_dist.sglang.runtime import Mark
 
 PAGE = 16
 
@@ -82,16 +82,13 @@ def scheduler(**changes: Any) -> Any:
 
 def serving(log: Log, engine: Any = None, **settings: Any) -> Plugin:
     plugin = Plugin(Config.preset("tests", **settings))
-    runtime = plugin.runtime
-    runtime.phase = Phase.SERVING
-    runtime.coordinator = cast(Any, log)
-    runtime._takeover = specs.Takeover(stage(), {specs.FULL: 8, specs.ROWS: 8})
-    runtime._scheduler = engine or scheduler()
     known = TokenList(specs.FULL, 9, 1, 8)
     known.publish(0, 4)
     rows = RowList(specs.ROWS, 9, 1, 8)
     rows.publish(0, 3)
-    runtime.lists = {specs.FULL: known, specs.ROWS: rows}
+    takeover = specs.Takeover(stage(), {specs.FULL: 8, specs.ROWS: 8})
+    plugin.runtime.take_over(takeover, cast(Any, log), {specs.FULL: known, specs.ROWS: rows})
+    plugin.runtime.serve(engine or scheduler())
     return plugin
 
 
