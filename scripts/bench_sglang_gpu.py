@@ -250,7 +250,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--modes", type=modes, default=["eager", "graphs"], help="eager, graphs (captured decode graphs)"
     )
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="with --apart an even number")
     parser.add_argument("--requests", type=int, default=0, help="per load; default 640, DeepSeek-V4 96")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--together", action="store_true", help="ask both servers at the same time, on the same cards")
@@ -262,7 +262,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.apart and (arguments.rounds < 2 or arguments.rounds % 2):
+        parser.error(f"--rounds {arguments.rounds}: --apart compares two rounds at a time, choose an even number")
+    return arguments
 
 
 def modes(text: str) -> list[str]:

@@ -221,8 +221,7 @@ class Demand:
             pages = longer if self._memory.fits(longer) else pages
         runs: list[Run] = []
         for domain, count in sorted(pages.items()):
-            longest = max(leader.policy.run_pages_max, self._run_pages(domain))
-            picked = leader.tables[domain].pick(count, longest)
+            picked = leader.tables[domain].pick(count, self._longest_run(domain, max(count, self._run_pages(domain))))
             if sum(run.count for run in picked) < wanted[domain]:
                 return False
             runs.extend(picked)
@@ -348,6 +347,16 @@ class Demand:
         return blocks // leader.replica.blocks_per_page[domain]
 
     def _run_pages(self, domain: DomainId) -> int:
-        """Pages of the next run: what lies beyond the ordinary longest run is not taken from memory that is short."""
-        pages, longest = self._run_length[domain].pages, self._leader.policy.run_pages_max
-        return pages if pages <= longest else min(pages, max(longest, self._memory.affordable(domain) // SPARE_SHARE))
+        """Pages of the next run."""
+        pages = self._run_length[domain].pages
+        return min(pages, self._longest_run(domain, pages))
+
+    def _longest_run(self, domain: DomainId, pages: int) -> int:
+        """Pages of a run at most, where ``pages`` are wanted: no driver call is repeated for what comes together.
+
+        What lies beyond the ordinary longest run is not taken from memory that is short, and not at all where runs
+        never follow demand.
+        """
+        policy = self._leader.policy
+        spare = self._memory.backable(domain) // SPARE_SHARE if policy.run_share else 0
+        return max(policy.run_pages_max, min(pages, spare))

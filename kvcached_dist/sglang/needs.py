@@ -34,6 +34,7 @@ class Needs:
         self._prefill_max = int(scheduler.max_prefill_tokens)
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
         self._per_decode = engine.pages_per_decode(self._page)
+        self._drafts = engine.context("spec").speculative_algorithm is not None
         self._running_now = 0
         """Requests that run, as of the last look at the step's needs."""
         self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
@@ -55,6 +56,9 @@ class Needs:
         """
         scheduler = self._scheduler
         self._running_now = running = self._running()
+        if self._drafts:
+            # Adaptive algorithms draft more or less while they serve; the engine asks for each of its batches, too.
+            self._per_decode = engine.pages_per_decode(self._page)
         grammar = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
         queue, chunk = scheduler.waiting_queue, scheduler.chunked_req
         tokens, longest = self._waiting.look(queue)

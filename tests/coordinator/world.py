@@ -83,7 +83,7 @@ Body = Callable[[Rank], Any]
 
 def config(**overrides: Any) -> Config:
     """Settings of these tests: nothing grows unless an operation needs it."""
-    quiet = {"min_reserved_pages": 0, "max_reserved_pages": 0, "run_pages_max": 1}
+    quiet = {"min_reserved_pages": 0, "max_reserved_pages": 0, "run_pages_max": 1, "run_share": 0}
     # Long enough for a machine that runs many other things; no test here waits for a deadline that it does not mean.
     patient = {"growth_deadline_s": 1.0, "lease_s": 10.0, "start_timeout_s": 30.0}
     return Config.preset("tests", **{**quiet, **patient, **overrides})

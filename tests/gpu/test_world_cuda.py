@@ -250,7 +250,7 @@ def test_kernels_on_a_live_page_do_not_notice_growth_and_reclaim_beside_it(tmp_p
         return bool((page == 1 + rounds[0]).all()), rounds[0] > 100, created >= 4000
 
     whole = model(64, page_bytes=2 << 20)
-    wanted = settings(tmp_path, run_pages_max=1)
+    wanted = settings(tmp_path, run_pages_max=1, run_share=0)
     assert values(run_world(body, model=whole, settings=wanted, devices=devices(1))) == [(True, True, True)]
 
 

@@ -80,6 +80,17 @@ def test_every_running_request_may_need_a_page_in_every_micro_batch() -> None:
     assert pages(running) == 6 + 1
 
 
+def test_drafts_count_as_long_as_they_are_now(interval: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptive drafts grow and shrink while the engine serves."""
+    longest = [2]
+    monkeypatch.setattr(engine, "pages_per_decode", lambda _page: longest[0])
+    interval.speculative_algorithm = "EAGLE"
+    needs = Needs(scheduler(running_batch=batch(3)))
+    longest[0] = 4
+    assert needs.pages_and_rows(())[0] == 3 * 4 + 1
+    assert needs.running_pages() == 3 * 4
+
+
 def test_every_beam_has_a_row_and_takes_blocks_of_its_own() -> None:
     beams = request(100)
     beams.beam_group = SimpleNamespace(beam_width=4)

@@ -51,8 +51,8 @@ DEMAND = (
         "long-runs-take-what-is-left",
         "quantities: a run that follows what is held takes the last memory ahead of demand",
         CORE + "demand.py",
-        "        return pages if pages <= longest else",
-        "        return pages if pages else",
+        "        return max(policy.run_pages_max, min(pages, spare))\n",
+        "        return max(policy.run_pages_max, pages if spare else 0)\n",
     ),
     Mutant(
         "what-is-kept-ready-takes-what-is-left",
@@ -72,8 +72,8 @@ DEMAND = (
         "runs-never-follow-what-is-held",
         "quantities: a growth costs the same however long demand goes on",
         CORE + "demand.py",
-        "            longest = max(leader.policy.run_pages_max, self._run_pages(domain))\n",
-        "            longest = leader.policy.run_pages_max\n",
+        "pick(count, self._longest_run(domain, max(count, self._run_pages(domain))))\n",
+        "pick(count, leader.policy.run_pages_max)\n",
     ),
     Mutant(
         "a-pause-outlives-the-shortage",

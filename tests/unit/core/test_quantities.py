@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvcached_dist.coord.core.entries import Growable
+from kvcached_dist.coord.core.ledger import Peer
 from kvcached_dist.coord.core.messages import (
     Drained,
     MapFailed,
@@ -11,8 +13,9 @@ from kvcached_dist.coord.core.messages import (
     Unmapped,
 )
 from kvcached_dist.coord.core.pages import PageState
-from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Health, PageId, Run
-from tests.unit.core.rig import ME, PAGE, Rig
+from kvcached_dist.coord.core.replica import Replica
+from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, Health, PageId, Rank, Run, Tick
+from tests.unit.core.rig import ME, PAGE, PAGES, Rig
 
 
 def run(first: int, count: int, domain: int = 0) -> Run:
@@ -134,3 +137,19 @@ def test_a_look_that_falls_due_during_a_transaction_is_made_behind_it() -> None:
     rig.step()
     assert rig.leader.commit.txn is not None
     assert rig.leader.tables[0].count(PageState.RETIRING) > 0
+
+
+def test_a_new_epoch_counts_with_the_budgets_of_its_own_ranks_and_tells_of_them_again() -> None:
+    rig = Rig(100 * PAGE, rejoin=True)
+    leader, domain = rig.leader, DomainId(0)
+    rig.step()
+    assert leader.memory.backable(domain) == 100
+    leader.lose(Cause(CauseKind.RANK_LOST, Rank(1), "lost"))
+    peer = Peer((PAGE,), 40 * PAGE, Tick(0), (0,))
+    leader.begin_epoch(Epoch(2), Replica(ME, rig.lists, [1]), [peer], Tick(rig.now))
+    assert leader.memory.backable(domain) == 40
+    assert Growable(domain, 40) in rig.step().entries
+    peer.budget_bytes = 0
+    leader.memory.budgets_changed()
+    # What is wanted is measured against the same memory that the log tells of.
+    assert leader.demand.short_blocks(domain) == PAGES // 8
