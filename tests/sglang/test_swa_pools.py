@@ -167,6 +167,8 @@ def test_what_an_eviction_frees_enters_both_lists_together_and_as_it_would_node_
         with undone(registry), contextlib.closing(Rank(registry, monkeypatch, hybrid_configurator())) as rank:
             rank.build(lambda: engine_pool(page), lambda pool, rows: allocator(page, pool, rows))
             cache = prefix_cache(rank.allocator, page, "FULL", "SWA", sliding_window_size=page)
+            # Everything at once: a growth beside the requests would come sooner in one round than in the other.
+            rank.publish({name: rank.runtime.lists[name].book.ids for name in (specs.FULL, specs.SWA)})
             for prompt in PROMPTS:
                 # Long enough that a window ends inside.
                 keep(cache, [*prompt, 50, 51], extend(rank, (len(prompt) + 2) * page))
