@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -26,10 +27,16 @@ READY_S = 240.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that no outgoing connection gets until a server has started.
+
+    Those get the ports that the kernel gives to whoever asks for any (32768 and up on Linux): one of them had taken the
+    port of a server in the ten seconds that its start takes.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: float = 60.0) -> None:
