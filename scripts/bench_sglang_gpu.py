@@ -98,6 +98,12 @@ def cell(
     label = f"{model.name}-{'graphs' if graphs else 'eager'}"
     title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
     servers: dict[tuple[str, int], Server] = {}
+
+    def times_of_steps() -> dict[str, dict[str, Any]]:
+        """As far as they are written."""
+        names = {kind: [f"steps-{label}-{kind}-{place}" for of, place in servers if of == kind] for kind in KINDS}
+        return {kind: steps.read(folder, names[kind]) for kind in KINDS}
+
     try:
         for place in range(2 if arguments.apart else 1):
             for kind in KINDS:
@@ -123,14 +129,15 @@ def cell(
             found["runs"] = {kind: [] for kind in KINDS}
             for kind, run in rounds(servers, model, arguments):
                 found["runs"][kind].append(run)
+                if arguments.steps:
+                    found["steps"] = times_of_steps()
                 save()
         pools = servers["elastic", 0].states()[0]["pools"]
         found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
         show(console, title, found, arguments.apart)
         if arguments.steps:
             time.sleep(2 * STEPS_WRITTEN_S)
-            names = {kind: [f"steps-{label}-{kind}-{place}" for of, place in servers if of == kind] for kind in KINDS}
-            found["steps"] = {kind: steps.read(folder, names[kind]) for kind in KINDS}
+            found["steps"] = times_of_steps()
             console.print(step_table(found["steps"]))
     except Exception as error:
         found["failure"] = str(error)[-4000:]

@@ -1,4 +1,4 @@
-"""Steps in which there is nothing to decide, found without deciding.
+"""The fast path of a decision: steps in which there is nothing to decide, found without deciding.
 
 An engine decodes hundreds of steps between two growths, and a whole decision costs it as much in each of them as in the
 one that grows. After a decision that had nothing to say, the next one depends on inputs of the leader, which end the

@@ -117,7 +117,7 @@ class Demand:
                 short[domain] = -(-missing // leader.replica.blocks_per_page[domain])
         return short
 
-    # ------------------------------------------------------------------ growing
+    # ------------------------------------------------------------------ every step
 
     def step_ends(self) -> None:
         """At a mark, before its entries: how much the step behind the last mark has taken, and what it left."""

@@ -36,10 +36,10 @@ class Race:
 
     @classmethod
     @contextlib.contextmanager
-    def between(cls, servers: int = 2) -> Iterator[Race]:
-        """Clients for so many servers, that live as long as the body."""
+    def between(cls) -> Iterator[Race]:
+        """Clients for two servers, that live as long as the body."""
         # Not forked: this process may have threads.
-        with ProcessPoolExecutor(servers, multiprocessing.get_context("spawn")) as clients:
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as clients:
             yield cls(clients)
 
     def run(

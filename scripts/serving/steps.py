@@ -41,7 +41,8 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, list[list[float]]] = defaultdict(list)
     for name in names:
         for path in folder.glob(f"{name}-*.jsonl"):
-            for line in path.read_text().splitlines():
+            # The server may be in the middle of the last line.
+            for line in path.read_text().rpartition("\n")[0].splitlines():
                 before, prefill, drove, *times = json.loads(line)
                 kind = f"{_word(prefill)} after {_word(before)}" + (", driver work beside it" if drove else "")
                 found[kind].append(times)
