@@ -16,8 +16,9 @@ FENCE_POLL_S = 0.001
 FENCE_FIRST_POLL_S = 0.00005
 """Its first pause; the pauses double. A fence behind work that is nearly done passes within microseconds."""
 
-CLOCK_PAUSE_MAX_S = 0.05
-"""Longest pause of the clock, so that deadlines are seen in time whatever the beat is."""
+CLOCK_PAUSE_MAX_S = 0.25
+"""Longest pause of the clock, so that deadlines are seen in time whatever the beat is: an eighth of the shortest one of
+an engine. Not shorter: each time it wakes it takes the interpreter from the engine's thread for a moment."""
 
 
 class Clock:

@@ -176,6 +176,24 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
         """
         return self._leader is not None and self._leader.calm.holds
 
+    def goes_on(self, wanted: Sequence[int]) -> bool:
+        """Whether a step needs no decision: :meth:`decide` would have nothing to say, and what it costs is saved.
+
+        Args:
+            wanted: W in blocks of every domain, in their order.
+
+        Returns:
+            ``False``: ask :meth:`decide`. Always on followers, and where the coordinator has failed.
+
+        Threads: the scheduler thread. Blocks: never.
+        """
+        leader = self._leader
+        if leader is None or not leader.calm.holds:
+            return False
+        with self._agent.lock:
+            leader.demand.step_blocks[:] = wanted
+            return leader.calm.lasts(ticks())
+
     def decide(
         self, wanted: Mapping[str, int], *, idle: bool, running: Mapping[str, int] | None = None
     ) -> tuple[bytes, ...]:

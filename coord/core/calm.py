@@ -47,7 +47,9 @@ class Numbers:
     Attributes:
         domain: which one.
         free_list: its free blocks.
-        bounds: of the calm.
+        most_wanted: bound of the calm, kept here: what is looked at in every step lies together.
+        least_free: the same.
+        most_taken: the same.
         have: free blocks in the present step.
         wanted: most blocks that a step was about to take.
         least: least free blocks.
@@ -56,7 +58,9 @@ class Numbers:
 
     domain: DomainId
     free_list: FreeList
-    bounds: Bounds
+    most_wanted: int
+    least_free: int
+    most_taken: int
     have: int = 0
     wanted: int = 0
     least: int = UNBOUNDED
@@ -104,7 +108,7 @@ class Calm:
             bounds = demand.bounds(DomainId(index))
             if bounds is None:
                 return
-            numbers.append(Numbers(DomainId(index), free_list, bounds))
+            numbers.append(Numbers(DomainId(index), free_list, bounds.wanted, bounds.free, bounds.taken))
         self._numbers = numbers
         self._until = min(until, demand.windows_end())
         self._left = reclaim.steps_to_look()
@@ -117,9 +121,9 @@ class Calm:
         blocks, left = demand.step_blocks, demand.left
         # The engine's own work has emptied the processor's caches before every step: little is touched here.
         for item in self._numbers:
-            bounds, domain = item.bounds, item.domain
+            domain = item.domain
             item.have = have = item.free_list.available()
-            if blocks[domain] > bounds.wanted or have < bounds.free or left[domain] - have > bounds.taken:
+            if blocks[domain] > item.most_wanted or have < item.least_free or left[domain] - have > item.most_taken:
                 return False
         for item in self._numbers:
             have, wanted, taken = item.have, blocks[item.domain], left[item.domain] - item.have

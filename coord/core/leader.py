@@ -149,8 +149,7 @@ class Leader:
         self.demand.advance()
 
     def tick(self, now: Tick) -> None:
-        """Time has passed: deadlines, leases, queries."""
-        self.calm.ends()
+        """Time has passed: deadlines, leases, queries. That alone ends no calm: nothing of them is open in one."""
         self.now = now
         if self.active:
             self.silence.tick()

@@ -8,6 +8,7 @@ published ids in both: the engine wants the window of a request before it admits
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -105,6 +106,8 @@ class Admission:
         if needed <= self._runtime.published_free_tokens() - _shift(adder, CURRENT, 0):
             return True
         # What the prefix cache holds may be evicted for it, but not the request's own prefix.
+        if needed <= adder.cur_rem_tokens - prefix_tokens(req):
+            return True
         with adder._lock_node(req.last_node):
             return bool(needed <= adder.cur_rem_tokens)
 
@@ -118,5 +121,6 @@ def _shift(adder: Any, names: tuple[str, str], tokens: int) -> int:
     return taken
 
 
+@functools.cache
 def _results() -> Any:
     return importlib.import_module("sglang.srt.managers.schedule_policy").AddReqResult

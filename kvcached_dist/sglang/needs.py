@@ -38,6 +38,10 @@ class Needs:
         self._running_now = 0
         """Requests that run, as of the last look at the step's needs."""
         self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
+        self._plain = not self._drafts and getattr(scheduler, "running_mbs", None) is None
+        """Neither drafts, nor micro-batches of pipeline stages, nor, so far, beams."""
+        grammars = getattr(scheduler, "grammar_manager", None)
+        self._grammars = grammars if hasattr(grammars, "grammar_queue") else None
         self._waiting = Waiting(scheduler.waiting_queue)
         self._widest = 1
         """Most beams of a request so far: each has a row and takes blocks of its own."""
@@ -47,6 +51,31 @@ class Needs:
         """The engine has put a request into its queue: a new one, or one that was retracted."""
         self._waiting.came(request)
         self._widest = max(self._widest, beams_of(request))
+        self._plain = self._plain and self._widest == 1
+
+    def decoding(self, pulled: Sequence[Any]) -> int:
+        """W of a step in which what runs just goes on, in token pages of the engine; no rows are taken in it.
+
+        That is nearly every step, and the engine's own work has emptied the processor's caches before each of them: so
+        this looks at as little as it can.
+
+        Args:
+            pulled: requests that were just received.
+
+        Returns:
+            What :meth:`pages_and_rows` would, or 0: there is more to look at.
+        """
+        scheduler, waiting = self._scheduler, self._waiting
+        if pulled or scheduler.waiting_queue or waiting.tokens or scheduler.chunked_req is not None:
+            return 0
+        if not self._plain or (self._grammars is not None and self._grammars.grammar_queue):
+            return 0
+        running, last = scheduler.running_batch, scheduler.last_batch
+        count = len(running.reqs) + (0 if last is None or last is running else len(last.reqs))
+        if not count:
+            return 0
+        self._quiet_since = None
+        return count * self._per_decode * self._steps + 1
 
     def pages_and_rows(self, pulled: Sequence[Any]) -> tuple[int, int]:
         """W in token pages of the engine, and in request rows.
@@ -59,7 +88,7 @@ class Needs:
         if self._drafts:
             # Adaptive algorithms draft more or less while they serve; the engine asks for each of its batches, too.
             self._per_decode = engine.pages_per_decode(self._page)
-        grammar = getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
+        grammar = () if self._grammars is None else self._grammars.grammar_queue
         queue, chunk = scheduler.waiting_queue, scheduler.chunked_req
         tokens, longest = self._waiting.look(queue)
         if not pulled and not queue and chunk is None and not grammar:

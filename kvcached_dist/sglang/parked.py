@@ -25,6 +25,7 @@ class ParkedChunk:
 
     Attributes:
         rounds: steps in which a chunk was parked.
+        seen: the last step parked one, and nobody has asked since.
 
     Threads: the scheduler thread.
     """
@@ -34,12 +35,12 @@ class ParkedChunk:
         self._limit_s = limit_s
         self._request: Any = None
         self._since = 0.0
-        self._seen = False
+        self.seen = False
 
     def found_nothing(self, request: Any) -> None:
         """This step parked the chunk of a request."""
         self.rounds += 1
-        self._seen = True
+        self.seen = True
         if self._request is not request:
             self._request, self._since = request, time.monotonic()
 
@@ -56,7 +57,7 @@ class ParkedChunk:
         Returns:
             The engine's own abort of the request, once its time is over.
         """
-        seen, self._seen = self._seen, False
+        seen, self.seen = self.seen, False
         if not seen or chunked is not self._request or not alone():
             self._request = None
             return []

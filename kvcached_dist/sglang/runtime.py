@@ -77,6 +77,8 @@ class Runtime:
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
         self._request_table = RequestTable()
+        self._takes: tuple[bool, ...] = ()
+        """Of each domain, whether a step that only decodes takes from it."""
 
     @property
     def elastic(self) -> bool:
@@ -107,6 +109,7 @@ class Runtime:
             lists: of each domain, not yet bound to the engine's allocators.
         """
         self._takeover, self.coordinator, self.lists = takeover, coordinator, lists
+        self._takes = tuple(domain.name != specs.ROWS for domain in takeover.stage.domains)
         self.phase = Phase.STARTED
 
     def serve(self, scheduler: Any) -> None:
@@ -150,11 +153,21 @@ class Runtime:
         Args:
             pulled: the requests in hand.
         """
+        if self._goes_on(pulled):
+            return []
         mark = self.decide(pulled)
         if self._needs is None:
             return []
         aborts = self.parked.aborts(self._scheduler.chunked_req, self._needs.nothing_runs)
         return aborts if mark is None else [*aborts, mark]
+
+    def _goes_on(self, pulled: Sequence[Any]) -> bool:
+        """Whether nothing but decoding goes on, and memory for it is there: nearly every step, found for little."""
+        needs, coordinator = self._needs, self.coordinator
+        if needs is None or coordinator is None or self.parked.seen:
+            return False
+        pages = needs.decoding(pulled)
+        return pages > 0 and coordinator.goes_on([pages * takes for takes in self._takes])
 
     def queued(self, request: Any) -> None:
         """The engine has put a request into its queue; only rank 0 needs to know."""

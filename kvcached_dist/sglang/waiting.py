@@ -25,20 +25,23 @@ class Waiting:
     Args:
         queue: the engine's queue as it is now.
 
+    Attributes:
+        tokens: of all together.
+
     Threads: the scheduler thread.
     """
 
     def __init__(self, queue: Sequence[Any]) -> None:
-        self._tokens, self._longest = _sum_and_longest(queue)
+        self.tokens, self._longest = _sum_and_longest(queue)
         # A round looks at the queue as it was when the round began, and counts what has come since.
         self._round: list[Any] = []
         self._next = 0
-        self._round_tokens, self._round_longest = self._tokens, self._longest
+        self._round_tokens, self._round_longest = self.tokens, self._longest
 
     def came(self, request: Any) -> None:
         """A request has entered the queue."""
         length = queued_length(request)
-        self._tokens += length
+        self.tokens += length
         self._longest = max(self._longest, length)
         self._round_tokens += length
         self._round_longest = max(self._round_longest, length)
@@ -49,21 +52,21 @@ class Waiting:
         Args:
             queue: the engine's queue, in whatever order.
         """
-        if not queue and not self._tokens:
+        if not queue and not self.tokens:
             return 0, 0
         if len(queue) <= LOOK:
-            self._tokens, self._longest = self._round_tokens, self._round_longest = _sum_and_longest(queue)
+            self.tokens, self._longest = self._round_tokens, self._round_longest = _sum_and_longest(queue)
             self._round, self._next = [], 0
-            return self._tokens, self._longest
+            return self.tokens, self._longest
         if self._next >= len(self._round):
-            self._tokens, self._longest = self._round_tokens, self._round_longest
+            self.tokens, self._longest = self._round_tokens, self._round_longest
             self._round, self._next = list(queue), 0
             self._round_tokens = self._round_longest = 0
         tokens, longest = _sum_and_longest(self._round[self._next : self._next + LOOK])
         self._next += LOOK
         self._round_tokens += tokens
         self._round_longest = max(self._round_longest, longest)
-        return self._tokens, self._longest
+        return self.tokens, self._longest
 
 
 def _sum_and_longest(requests: Sequence[Any]) -> tuple[int, int]:

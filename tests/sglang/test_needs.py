@@ -91,6 +91,46 @@ def test_drafts_count_as_long_as_they_are_now(interval: SimpleNamespace, monkeyp
     assert needs.running_pages() == 3 * 4
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_a_step_that_only_decodes_needs_what_a_whole_look_would_say(seed: int) -> None:
+    """Whatever else is going on, the short look leaves it to the whole one."""
+    choose = random.Random(seed)
+
+    def sometimes(value: Any, other: Any) -> Any:
+        return value if choose.random() < 0.15 else other
+
+    given = scheduler(
+        running_batch=batch(choose.randint(0, 2)),
+        last_batch=sometimes(batch(choose.randint(1, 3)), None),
+        waiting_queue=sometimes([request(100)], []),
+        chunked_req=sometimes(request(300, cached=256), None),
+        grammar_manager=SimpleNamespace(grammar_queue=sometimes([request(50)], [])),
+        **sometimes({"running_mbs": [batch(2)]}, {}),
+    )
+    needs = Needs(given)
+    received = sometimes([pulled(40)], [])
+    if choose.random() < 0.15:
+        needs.queued(SimpleNamespace(**vars(request(10)), beam_group=SimpleNamespace(beam_width=2)))
+    quiet = needs.decoding(received)
+    others = given.waiting_queue or given.chunked_req or given.grammar_manager.grammar_queue or received
+    whole, rows = needs.pages_and_rows(received)
+    assert not quiet or (quiet, 0) == (whole, rows)
+    assert bool(quiet) == (not others and whole > 0 and not hasattr(given, "running_mbs") and needs._widest == 1)
+
+
+def test_a_step_that_only_decodes_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    given = scheduler()
+    needs = Needs(given)
+    assert not needs.idle(())
+    given.running_batch = batch(1)
+    assert needs.decoding(())
+    given.running_batch = batch(0)
+    now[0] += 2 * IDLE_AFTER_S
+    assert not needs.idle(())
+
+
 def test_every_beam_has_a_row_and_takes_blocks_of_its_own() -> None:
     beams = request(100)
     beams.beam_group = SimpleNamespace(beam_width=4)

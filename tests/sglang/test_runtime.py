@@ -35,7 +35,9 @@ class Log:
         self.calm = False
         self.short_blocks = lambda _domain: 0
         self.wanted: list[dict[str, int]] = []
-        self.domains = {specs.FULL: SimpleNamespace(growable=growable)}
+        self.domains = {name: SimpleNamespace(growable=growable) for name in (specs.FULL, specs.ROWS)}
+        self.going_on: list[list[int]] = []
+        self.goes_on = lambda wanted: self.going_on.append(wanted) or self.calm
         self.stage = stage()
 
     def apply(self, frames: tuple[bytes, ...]) -> tuple[Entry, ...]:
@@ -58,6 +60,7 @@ class Fixed:
         self.idle = lambda _pulled: idle
         self.running_pages = lambda: 0
         self.nothing_runs = lambda: True
+        self.decoding = lambda _pulled: 0 if rows else pages
 
 
 def stage() -> StageSpec:
@@ -167,6 +170,32 @@ def test_only_the_rank_that_pulls_puts_a_mark_and_only_when_there_is_something_t
     assert isinstance(local[1], Mark)
     assert silent._about_to_broadcast("receiver", ["request"], None) is None
     assert speaking._about_to_broadcast("receiver", None, None) is None
+
+
+@pytest.mark.parametrize("calm", [True, False])
+def test_a_step_that_only_decodes_is_decided_where_there_is_something_to_decide(calm: bool) -> None:
+    log = Log([Reclaimed(Txn(1))])
+    log.calm = calm
+    plugin = serving(log)
+    plugin.runtime._needs = cast(Any, Fixed(5, 0, idle=False))
+    said = plugin._about_to_broadcast("receiver", [], None)
+    assert log.going_on == [[5, 0]]
+    assert (said is None) == calm
+    assert log.wanted == ([] if calm else [{specs.FULL: 5, specs.ROWS: 0}])
+
+
+def test_a_chunk_that_was_parked_is_looked_at_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait ends here once it is not the engine's chunk any more, or the same request would be aborted early."""
+    log = Log()
+    log.calm = True
+    plugin = serving(log)
+    plugin.runtime._needs = cast(Any, Fixed(5, 0, idle=False))
+    plugin.runtime.parked.found_nothing(request := object())
+    plugin._about_to_broadcast("receiver", [], None)
+    assert log.going_on == []
+    assert plugin.runtime.parked._request is not request
+    plugin._about_to_broadcast("receiver", [], None)
+    assert log.going_on == [[5, 0]]
 
 
 def test_a_mark_travels_as_the_engine_pickles_it() -> None:

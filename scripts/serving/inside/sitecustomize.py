@@ -3,7 +3,8 @@
 With ``STEP_TIMES`` (a folder) set, a thread waits for the scheduler of this process and puts clocks around its parts
 and this library's. Every few seconds it appends the steps since then to a file of this process, one JSON list a line:
 whether the step before and this one are prefills, whether driver work went on beside it, milliseconds from one launch
-to the next, and of that in the parts, in the order of :data:`serving.steps.PARTS`.
+to the next, of that in the parts, in the order of :data:`serving.steps.PARTS`, what the thread had of a processor, and
+how often it waited.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -47,7 +49,8 @@ class Clocks:
         self.steps: list[list[Any]] = []
         self.driving = self.drove = False
         self._spent = dict.fromkeys(COUNTED, 0.0)
-        self._began = 0.0
+        self._began = self._had = 0.0
+        self._waited = 0
         self._prefill = False
 
     def put(self, owner: type, name: str, part: str) -> None:
@@ -71,10 +74,13 @@ class Clocks:
         setattr(owner, name, timed)
 
     def _launches(self, now: float, prefill: bool) -> None:
+        had, waited = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         if now - self._began < LONGEST_S:
-            spent = [round(1000 * self._spent[part], 4) for part in COUNTED]
-            self.steps.append([self._prefill, prefill, self.drove, round(1000 * (now - self._began), 4), *spent])
+            spent = (now - self._began, *(self._spent[part] for part in COUNTED), had - self._had)
+            times = (round(1000 * seconds, 4) for seconds in spent)
+            self.steps.append([self._prefill, prefill, self.drove, *times, waited - self._waited])
         self._spent = dict.fromkeys(COUNTED, 0.0)
+        self._had, self._waited = had, waited
         self._began, self._prefill, self.drove = now, prefill, self.driving
 
 

@@ -135,6 +135,8 @@ class Side(StreamCoordinator):
 
     def step(self, wanted: list[int], running: list[int], *, idle: bool) -> Any:
         """Decide and apply; the entries of the mark, ``None`` without one."""
+        if not idle and self.goes_on(wanted):
+            return None
         names = [str(index) for index in range(len(PER_PAGE))]
         frames: tuple[Any, ...] = self.decide(
             dict(zip(names, wanted, strict=True)), idle=idle, running=dict(zip(names, running, strict=True))
