@@ -206,9 +206,9 @@ class ProtocolSettings(KnownSettings):
         world=True,
     )
     run_share: int = setting_field(
-        8,
+        4,
         "KVCACHED_DIST_RUN_SHARE",
-        Integer(0, 8, 1 << 20),
+        Integer(0, 4, 1 << 20),
         "Where growth goes on beyond the longest run, runs are one part in so many of what is held; 0: never longer.",
         world=True,
     )

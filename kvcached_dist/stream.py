@@ -195,7 +195,12 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             return leader.calm.lasts(ticks())
 
     def decide(
-        self, wanted: Mapping[str, int], *, idle: bool, running: Mapping[str, int] | None = None
+        self,
+        wanted: Mapping[str, int],
+        *,
+        idle: bool,
+        running: Mapping[str, int] | None = None,
+        coming: Mapping[str, int] | None = None,
     ) -> tuple[bytes, ...]:
         """Decide what the broadcast that follows at once carries. Rank 0 only.
 
@@ -206,6 +211,8 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             idle: the engine has nothing to do: memory is given back down to the reserve.
             running: the part of ``wanted`` that the engine takes for requests which run already. What is new can wait
                 for memory that is just being given back; a request that runs and finds nothing is ended.
+            coming: what requests in hand will take in all, this step and later ones, as far as it is known. What has to
+                grow grows for them at once, out of memory that is not short.
 
         Returns:
             Frames for the broadcast; empty: nothing to say.
@@ -224,6 +231,7 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             step_blocks = leader.demand.step_blocks
             for name, blocks in wanted.items():
                 step_blocks[self.domains[name].index] = blocks
+                leader.demand.coming[self.domains[name].index] = 0 if coming is None else coming.get(name, 0)
             if not idle and leader.calm.lasts(ticks()):
                 return ()
         with agent.entered():

@@ -20,6 +20,10 @@ but what disturbs the machine, and what a set of cards and its processors are fa
 geometric mean of two rounds, of which the ratios are made. This says most. ``--skip-s`` gives another table without the
 seconds in which pools grow from nothing, ``--steps`` one of where the time of a step goes (:mod:`serving.steps`).
 
+A process is a few percent faster or slower than another one of the same kind for all its life. ``--servers 3`` starts
+so many of each kind and asks every native one against every elastic one in turn; ``--pin`` gives the thread that runs
+the engine's steps a processor of its own, the same one in all servers.
+
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
 
@@ -29,11 +33,12 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +110,7 @@ def cell(
         return {kind: steps.read(folder, names[kind]) for kind in KINDS}
 
     try:
-        for place in range(2 if arguments.apart else 1):
+        for place in range(2 if arguments.apart else arguments.servers):
             for kind in KINDS:
                 servers[kind, place] = Server.launch(
                     f"{label}-{kind}-{place}",
@@ -113,7 +118,7 @@ def cell(
                     folder,
                     elastic=kind == "elastic",
                     tp=arguments.tp,
-                    cards=range(place * arguments.tp, (place + 1) * arguments.tp) if arguments.apart else (),
+                    cards=cards_of(place, arguments),
                     options=GRAPHS if graphs else EAGER,
                     settings={
                         **(dict(arguments.set) if kind == "elastic" else {}),
@@ -122,6 +127,8 @@ def cell(
                 )
         for (kind, place), server in servers.items():
             found[f"ready_{kind}_{place}_s"] = server.ready()
+        if arguments.pin:
+            pin(servers.values(), arguments.tp)
         with measure.turn(arguments.turn, servers.values()):
             found["card_used"] = measure.card_used_bytes()
             found["tokens"] = measure.compare(*(measure.tokens(servers[kind, 0]) for kind in KINDS))
@@ -157,13 +164,16 @@ def rounds(
     number = arguments.requests or (96 if slow else 640)
     with contextlib.ExitStack() as stack:
         race = stack.enter_context(Race.between()) if arguments.together or arguments.apart else None
-        warm_ups = 2 if arguments.apart else 1
+        warm_ups = 2 if arguments.apart else arguments.servers
         for turn in range(arguments.rounds + warm_ups):
             counts = turn >= warm_ups
             requests = random_requests(number if counts else number // 4, (100, 2000), (24, 48), seed=turn)
             swapped = turn % 2 == 1
             if race is None:
-                found = one_after_the_other({kind: servers[kind, 0] for kind in KINDS}, requests, parallel, swapped)
+                # Each native server meets each elastic one.
+                chosen = turn % arguments.servers, (turn + turn // arguments.servers) % arguments.servers
+                asked = {kind: servers[kind, place] for kind, place in zip(KINDS, chosen, strict=True)}
+                found = one_after_the_other(asked, set(servers.values()), requests, parallel, swapped)
             else:
                 places = {"native": int(swapped), "elastic": int(not swapped)} if arguments.apart else {}
                 asked = {kind: servers[kind, places.get(kind, 0)] for kind in KINDS}
@@ -176,15 +186,30 @@ def rounds(
 
 
 def one_after_the_other(
-    servers: dict[str, Server], requests: list[Request], parallel: int, swapped: bool
+    asked: dict[str, Server], servers: set[Server], requests: list[Request], parallel: int, swapped: bool
 ) -> dict[str, dict[str, Any]]:
-    """A load on one server while the other one is stopped, then the other way round."""
+    """A load on one of two servers while all others are stopped, then on the other one."""
     found = {}
     for kind in KINDS if swapped else KINDS[::-1]:
-        (other,) = set(KINDS) - {kind}
-        with servers[other].paused():
-            found[kind] = measure.loaded(servers[kind], requests, parallel)
+        with contextlib.ExitStack() as others:
+            for other in servers - {asked[kind]}:
+                others.enter_context(other.paused())
+            found[kind] = measure.loaded(asked[kind], requests, parallel)
     return found
+
+
+def pin(servers: Iterable[Server], ranks: int) -> None:
+    """A processor for the steps of each rank, the same ones in all servers: only one of these is asked at a time."""
+    usable = sorted(os.sched_getaffinity(0))
+    own, others = usable[1 : 1 + ranks], usable[:1] + usable[1 + ranks :]
+    for server in servers:
+        server.pin_schedulers(own)
+    os.sched_setaffinity(0, others)
+
+
+def cards_of(place: int, arguments: argparse.Namespace) -> Sequence[int]:
+    """Cards of the servers with this number; none named: the first ones."""
+    return range(place * arguments.tp, (place + 1) * arguments.tp) if arguments.apart else ()
 
 
 def show(console: Console, title: str, found: dict[str, Any], apart: bool) -> None:
@@ -216,12 +241,13 @@ def show(console: Console, title: str, found: dict[str, Any], apart: bool) -> No
 def step_table(found: dict[str, dict[str, dict[str, Any]]]) -> Table:
     """Medians per kind of step."""
     table = Table(title="steps, medians in ms", title_justify="left")
-    for heading in ("", "", "steps", "launch to launch", *steps.PARTS):
+    for heading in ("", "", "steps", "share", "launch to launch", *steps.PARTS, "waits"):
         table.add_column(heading, justify="right" if heading else "left")
     for step in sorted({step for of_kind in found.values() for step in of_kind}):
         for kind in KINDS:
             if (row := found[kind].get(step)) is not None:
-                table.add_row(step, kind, str(row["steps"]), *(f"{row[part]:.3f}" for part in ("step", *steps.PARTS)))
+                numbers = (row[part] for part in ("share", "step", *steps.PARTS, "waits"))
+                table.add_row(step, kind, str(row["steps"]), *(f"{number:.3f}" for number in numbers))
     return table
 
 
@@ -265,6 +291,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--skip-s", type=float, default=0.0, help="with --together or --apart: seconds that the steady state leaves out"
     )
+    parser.add_argument("--servers", type=int, default=1, help="of each kind, side by side; not with other ways")
+    parser.add_argument("--pin", action="store_true", help="the thread that runs the steps has a processor of its own")
     parser.add_argument("--steps", action="store_true", help="time the engine's steps from inside")
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
@@ -272,6 +300,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.apart and (arguments.rounds < 2 or arguments.rounds % 2):
         parser.error(f"--rounds {arguments.rounds}: --apart compares two rounds at a time, choose an even number")
+    if (arguments.together or arguments.apart) and (arguments.servers > 1 or arguments.pin):
+        parser.error("--servers and --pin are for servers that are asked one after the other")
     return arguments
 
 

@@ -25,6 +25,9 @@ SPARE_SHARE = 4
 SHORT_SHARE = 8
 """Memory is short when less than one part in so many of a domain is free or could still be grown."""
 
+COMING_STEPS = 4
+"""Of what waits behind the next step, so many times its W may be grown together with it."""
+
 REFUSALS_MAX = 2
 """Refused grows for one waiting operation before it is a miss."""
 
@@ -66,6 +69,8 @@ class Demand:
         self._domains = tuple(DomainId(domain) for domain in range(domains))
         self.step_blocks = [0] * domains
         """W: the largest allocation of one engine step, in blocks, per domain."""
+        self.coming = [0] * domains
+        """What requests in hand take in all, this step and later ones, as far as it is known; per domain in blocks."""
         self.idle = False
         self.foreground: Foreground | None = None
         self._run_length = [RunLength(leader.policy) for _ in range(domains)]
@@ -347,8 +352,13 @@ class Demand:
         return blocks // leader.replica.blocks_per_page[domain]
 
     def _run_pages(self, domain: DomainId) -> int:
-        """Pages of the next run."""
-        pages = self._run_length[domain].pages
+        """Pages of the next run: as demand has lasted so far, or, where prompts wait already, as long as they need.
+
+        A queue that an empty pool meets is then not grown for step by step, with each of these steps waiting.
+        """
+        coming = min(self.coming[domain], COMING_STEPS * self.step_blocks[domain])
+        known = -(-coming // self._leader.replica.blocks_per_page[domain]) - self.free_pages(domain)
+        pages = max(self._run_length[domain].pages, known)
         return min(pages, self._longest_run(domain, pages))
 
     def _longest_run(self, domain: DomainId, pages: int) -> int:

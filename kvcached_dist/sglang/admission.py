@@ -16,6 +16,10 @@ from .engine import pages_per_decode, prefix_tokens
 from .runtime import Runtime
 
 PARKED = "_kvcached_parked"
+"""Attribute of an adder that has parked a chunk."""
+
+FREE = "_kvcached_free"
+"""Attribute of an adder: tokens published and free when it was made. None are taken while it plans."""
 
 TOTAL = ("rem_total_token_offset", "total_offset")
 CURRENT = ("cur_rem_token_offset", "current_offset")
@@ -41,6 +45,7 @@ class Admission:
         """
         if not self._runtime.elastic:
             return
+        setattr(adder, FREE, self._runtime.published_free_tokens())
         _shift(adder, TOTAL, -self._runtime.growable_tokens())
         if mixed := _shift(adder, CURRENT, 0):
             more = mixed * (adder.page_size * pages_per_decode(adder.page_size) - 1)
@@ -76,11 +81,12 @@ class Admission:
     def add_one_req(self, original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """A waiting request: not before a parked chunk, and only with its first step published."""
         if self._runtime.elastic:
-            results = _results()
             if getattr(adder, PARKED, False):
-                return results.OTHER
-            if not self._fits_now(adder, req):
-                return results.NO_TOKEN
+                return _results().OTHER
+            free, chunk = getattr(adder, FREE) - _shift(adder, CURRENT, 0), adder.rem_chunk_tokens
+            # Nearly always the whole chunk is there, and it does not matter how much of it the request takes.
+            if (chunk is None or free < chunk + 2 * adder.page_size) and not self._fits_now(adder, req, free):
+                return _results().NO_TOKEN
         return original(adder, req, *args, **kwargs)
 
     def add_one_req_ignore_eos(self, original: Any, adder: Any, req: Any) -> Any:
@@ -98,12 +104,13 @@ class Admission:
             return results.NO_TOKEN
         return verdict
 
-    def _fits_now(self, adder: Any, req: Any) -> bool:
+    @staticmethod
+    def _fits_now(adder: Any, req: Any, free: int) -> bool:
         tokens = len(req.full_untruncated_fill_ids) - prefix_tokens(req)
         if adder.rem_chunk_tokens is not None:
             tokens = min(tokens, max(adder.rem_chunk_tokens, 0))
         needed = int(adder.ceil_paged_tokens(tokens)) + int(adder.page_size)
-        if needed <= self._runtime.published_free_tokens() - _shift(adder, CURRENT, 0):
+        if needed <= free:
             return True
         # What the prefix cache holds may be evicted for it, but not the request's own prefix.
         if needed <= adder.cur_rem_tokens - prefix_tokens(req):

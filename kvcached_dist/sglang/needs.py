@@ -37,6 +37,8 @@ class Needs:
         self._drafts = engine.context("spec").speculative_algorithm is not None
         self._running_now = 0
         """Requests that run, as of the last look at the step's needs."""
+        self.coming_pages = 0
+        """Token pages of all prompts in hand, as of the last whole look: more than W where they take several steps."""
         self._preempts = bool(getattr(scheduler, "enable_priority_preemption", False))
         self._plain = not self._drafts and getattr(scheduler, "running_mbs", None) is None
         """Neither drafts, nor micro-batches of pipeline stages, nor, so far, beams."""
@@ -93,6 +95,7 @@ class Needs:
         tokens, longest = self._waiting.look(queue)
         if not pulled and not queue and chunk is None and not grammar:
             # Most steps: whoever runs decodes.
+            self.coming_pages = 0
             if not running:
                 return 0, 0
             return running * self._per_decode * self._steps + 1, (running if self._widest > 1 else 0) * self._steps
@@ -107,6 +110,7 @@ class Needs:
         for length in self._grammar_lengths(grammar):
             tokens += length
             longest = max(longest, length)
+        self.coming_pages = -(-tokens // self._page) + waiting
         tokens = min(tokens, self._chunk or max(self._prefill_max, longest))
         admitted = min(waiting, int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.

@@ -144,7 +144,8 @@ class Runtime:
             wanted[specs.SWA] = min(pages + needs.window_pages(rows, free), known.book.ids)
         decoding = needs.running_pages()
         running = {name: min(decoding, count) for name, count in wanted.items() if name != specs.ROWS}
-        frames = coordinator.decide(wanted, idle=idle, running=running)
+        coming = {specs.FULL: needs.coming_pages}
+        frames = coordinator.decide(wanted, idle=idle, running=running, coming=coming)
         return Mark(frames) if frames else None
 
     def to_broadcast(self, pulled: Sequence[Any]) -> list[Any]:

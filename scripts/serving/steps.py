@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PARTS = ("receive", "plan", "launch", "result", "decide")
-"""What of a step is timed; *decide*, this library's part before the broadcast, lies inside *receive*."""
+PARTS = ("receive", "plan", "launch", "result", "decide", "processor")
+"""What of a step is timed; *decide*, this library's part before the broadcast, lies inside *receive*. *processor* is
+what the thread had of one: the rest of the step it waited, for the card, another thread or its turn."""
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 
@@ -35,8 +36,8 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Medians in milliseconds per kind of step, of the servers with these names together.
 
     Returns:
-        Per kind (``decode after prefill, driver work beside it``): steps, the median from launch to launch, and those
-        of :data:`PARTS`.
+        Per kind (``decode after prefill, driver work beside it``): steps, their ``share`` of the whole time, the median
+        from launch to launch, and those of :data:`PARTS`; ``waits``, how often the thread waited on average.
     """
     found: dict[str, list[list[float]]] = defaultdict(list)
     for name in names:
@@ -46,9 +47,15 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
                 before, prefill, drove, *times = json.loads(line)
                 kind = f"{_word(prefill)} after {_word(before)}" + (", driver work beside it" if drove else "")
                 found[kind].append(times)
+    whole = sum(row[0] for rows in found.values() for row in rows)
     return {
-        kind: {"steps": len(rows), "step": _median(rows, 0)}
-        | {part: _median(rows, place) for place, part in enumerate(PARTS, 1)}
+        kind: {
+            "steps": len(rows),
+            "share": round(sum(row[0] for row in rows) / whole, 4),
+            "step": _median(rows, 0),
+            **{part: _median(rows, place) for place, part in enumerate(PARTS, 1)},
+            "waits": round(statistics.fmean(row[-1] for row in rows), 3),
+        }
         for kind, rows in sorted(found.items())
     }
 

@@ -64,6 +64,16 @@ def test_prompts_count_up_to_the_chunk() -> None:
     assert pages(scheduler(waiting_queue=[request(200)] * 5)) == 16 + 2 * 5 + 1
 
 
+def test_prompts_in_hand_are_known_beyond_the_chunk() -> None:
+    given = scheduler(waiting_queue=[request(200)] * 5)
+    needs = Needs(given)
+    needs.pages_and_rows([pulled(100)])
+    assert needs.coming_pages == -(-1100 // 16) + 6
+    given.waiting_queue.clear()
+    needs.pages_and_rows(())
+    assert needs.coming_pages == 0
+
+
 def test_without_chunks_the_longest_prompt_counts_whole() -> None:
     whole = scheduler(chunked_prefill_size=-1)
     assert pages(whole, pulled(4096)) == 256 + 2 + 1

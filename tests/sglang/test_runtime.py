@@ -44,8 +44,11 @@ class Log:
         self.applied.append(frames)
         return self.entries
 
-    def decide(self, wanted: dict[str, int], *, idle: bool, running: dict[str, int]) -> tuple[bytes, ...]:
+    def decide(
+        self, wanted: dict[str, int], *, idle: bool, running: dict[str, int], coming: dict[str, int]
+    ) -> tuple[bytes, ...]:
         self.wanted.append(wanted)
+        self.coming = coming
         return (b"frame",) if self.entries else ()
 
     def evict(self, tokens: int) -> None:
@@ -60,6 +63,7 @@ class Fixed:
         self.idle = lambda _pulled: idle
         self.running_pages = lambda: 0
         self.nothing_runs = lambda: True
+        self.coming_pages = 3 * pages
         self.decoding = lambda _pulled: 0 if rows else pages
 
 
@@ -143,6 +147,7 @@ def test_the_budget_of_the_prefix_cache_is_kept_at_idle(idle: bool, evicted: lis
     assert plugin.runtime.decide([]) is None
     assert log.evictions == evicted
     assert log.wanted == [{specs.FULL: 3, specs.ROWS: 1}]
+    assert log.coming == {specs.FULL: 9}
 
 
 def test_marks_are_applied_first_and_stay_in_the_list_for_the_next_stage() -> None:

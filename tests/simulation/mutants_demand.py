@@ -55,6 +55,13 @@ DEMAND = (
         "        return max(policy.run_pages_max, pages if spare else 0)\n",
     ),
     Mutant(
+        "a-queue-is-grown-for-step-by-step",
+        "quantities: prompts that wait for an empty pool wait for one growth after the other",
+        CORE + "demand.py",
+        "        pages = max(self._run_length[domain].pages, known)\n",
+        "        pages = max(self._run_length[domain].pages, known - known)\n",
+    ),
+    Mutant(
         "what-is-kept-ready-takes-what-is-left",
         "quantities: what was wanted lately is kept ready out of memory that is short",
         CORE + "demand.py",

@@ -133,14 +133,16 @@ class Side(StreamCoordinator):
 
     # ------------------------------------------------------------------ one step
 
-    def step(self, wanted: list[int], running: list[int], *, idle: bool) -> Any:
+    def step(self, wanted: list[int], running: list[int], coming: list[int], *, idle: bool) -> Any:
         """Decide and apply; the entries of the mark, ``None`` without one."""
-        if not idle and self.goes_on(wanted):
+        # As an engine does: where nothing waits, a short look first.
+        if not idle and not any(coming) and self.goes_on(wanted):
             return None
         names = [str(index) for index in range(len(PER_PAGE))]
         frames: tuple[Any, ...] = self.decide(
-            dict(zip(names, wanted, strict=True)), idle=idle, running=dict(zip(names, running, strict=True))
-        )
+            dict(zip(names, wanted, strict=True)), idle=idle, running=dict(zip(names, running, strict=True)),
+            coming=dict(zip(names, coming, strict=True)),
+        )  # fmt: skip
         if not frames:
             return None
         for entry in frames[0]:
@@ -245,6 +247,7 @@ def together(seed: int, patch: pytest.MonkeyPatch) -> tuple[int, set[str]]:
         burst = choose.random() < 0.06
         wanted = [choose.randint(2, 8) * per if burst else choose.randint(0, per + 1) for per in PER_PAGE]
         running = [min(blocks, choose.randint(0, 2)) for blocks in wanted]
+        coming = [blocks * choose.randint(1, 4) if burst else 0 for blocks in wanted]
         kind = "bye" if number > STEPS - 20 and choose.random() < 0.1 else choose.choice(KINDS)
         happens, finishes = choose.random() < 0.15, choose.random() < 0.2
         amount = choose.randint(0, BUDGET)
@@ -260,7 +263,7 @@ def together(seed: int, patch: pytest.MonkeyPatch) -> tuple[int, set[str]]:
                 side.event(kind, amount)
             if finishes:
                 side.event("finish", 0)
-            said.append(side.step(wanted, running, idle=idle))
+            said.append(side.step(wanted, running, coming, idle=idle))
             if side.leader.commit.retained:
                 seen.add("retained")
             if side.leader.reclaim.paused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcached_dist.coord.core.entries import Growable
 from kvcached_dist.coord.core.ledger import Peer
 from kvcached_dist.coord.core.messages import (
@@ -30,6 +32,38 @@ def test_domains_that_are_short_together_get_a_part_each() -> None:
     rig = Rig(12 * PAGE, domains=2)
     rig.step(wanted={0: 8, 1: 8})
     assert rig.open_runs == {0: 6, 1: 6}
+
+
+@pytest.mark.parametrize(
+    ("coming", "wanted", "free", "share", "grown"),
+    [
+        (20, 8, 0, 4, 20),
+        (20, 8, 6, 4, 14),
+        (200, 8, 0, 4, 4 * 8),
+        (200, 50, 0, 4, PAGES // 4),
+        (200, 8, 0, 0, 8),
+        (0, 8, 0, 4, 8),
+        (200, 8, 8, 4, 0),
+    ],
+    ids=[
+        "all of it",
+        "what is free counts",
+        "of a few steps",
+        "not what is short",
+        "never long runs",
+        "none",
+        "enough",
+    ],
+)
+def test_what_waits_behind_a_step_is_grown_with_it(coming: int, wanted: int, free: int, share: int, grown: int) -> None:
+    rig = Rig(1000 * PAGE, run_pages_max=2, run_share=share)
+    if free:
+        rig.leader.commit.open_grow((run(0, free),), foreground=False)
+        rig.finish()
+        rig.step()
+    rig.leader.demand.coming = [coming]
+    rig.step(wanted={0: wanted})
+    assert rig.open_runs == ({0: grown} if grown else {})
 
 
 def test_a_share_of_less_than_a_page_is_a_page_where_it_fits() -> None:
