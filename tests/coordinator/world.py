@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcached_dist import Config, Coordinator, World, _native
+from kvcached_dist.agent_ports import Fence
+from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.links.store import connect_store
 from kvcached_dist.fault_specs import FaultPlan
 from kvcached_dist.pools.specs import DomainSpec, FillPiece, ModelSpec, PoolSpec
@@ -48,17 +50,33 @@ class Rank:
     """What a test body sees of its rank."""
 
     coordinator: Coordinator
+    leader: Leader
     device: _native.Device
     together: threading.Barrier
     held_at_start: int
     counters_at_start: _native.Counters
 
     def returns_to_start(self, wait_s: float = 5.0) -> bool:
-        """Whether the physical bytes come back to those at the start; an ABORT is done behind the verdict."""
+        """Whether the bytes come back to those at the start, and the handles agree with the leader's count (S10).
+
+        Waits for both: an ABORT is done behind the verdict. Says on stdout what does not agree.
+        """
         deadline, pause = time.monotonic() + wait_s, threading.Event()
-        while self.held() != self.held_at_start and time.monotonic() < deadline:
+        while (wrong := self._not_as_at_start()) and time.monotonic() < deadline:
             pause.wait(0.002)
-        return self.held() == self.held_at_start
+        if wrong:
+            print(f"rank {self.coordinator.world.rank} after {wait_s} s: {wrong}")
+        return not wrong
+
+    def _not_as_at_start(self) -> str:
+        counted = self.leader.peers[self.coordinator.world.rank].handles
+        held, counters = tuple(self.coordinator.backing.held()), self.device.counters()
+        alive = counters.handles_created - counters.handles_released
+        if self.held() != self.held_at_start:
+            return f"{self.held()} bytes held, {self.held_at_start} at the start"
+        if held != counted or alive != sum(counted):
+            return f"handles per pool {held}, created - released {alive}, the leader counts {counted}"
+        return ""
 
     def held(self) -> int:
         """Physical bytes this rank holds."""
@@ -99,6 +117,7 @@ def run_world(
     capacity: int | Sequence[int] = 1 << 20,
     faults: Sequence[str] = (),
     devices: Sequence[_native.Device] | None = None,
+    fence: Callable[[], Fence] | None = None,
 ) -> list[Any]:
     """Start a world, run ``body`` on every rank, close it.
 
@@ -115,6 +134,7 @@ def run_world(
     server = connect_store("127.0.0.1", 0, True, size, 10) if size > 1 else None
     results: list[Any] = [None] * size
     together = threading.Barrier(size)
+    leaders: list[Leader] = []
 
     def run(rank: int) -> None:
         try:
@@ -125,17 +145,20 @@ def run_world(
                 config=per_rank[rank],
                 store=None if server is None else server.clone(),  # type: ignore[attr-defined]
                 faults=plan,
+                fence=fence,
             )
         except Exception as error:
             results[rank] = error
             return
         try:
-            held = sum(coordinator.backing.held_bytes())
-            mine = Rank(coordinator, cards[rank], together, held, cards[rank].counters())
-            mine.meet()
-            results[rank] = body(mine)
+            held, counters = sum(coordinator.backing.held_bytes()), cards[rank].counters()
+            if coordinator._leader is not None:
+                leaders.append(coordinator._leader)
+            together.wait(JOIN_S)
+            results[rank] = body(Rank(coordinator, leaders[0], cards[rank], together, held, counters))
         except Exception as error:
             results[rank] = error
+            together.abort()  # nobody waits for this rank in vain
         finally:
             coordinator.close()
 
@@ -149,8 +172,8 @@ def run_world(
 
 
 def values(results: Sequence[Any]) -> list[Any]:
-    """The results, or the first exception among them."""
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+    """The results, or the first exception among them that does not follow from another one."""
+    errors = [result for result in results if isinstance(result, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
     return list(results)
