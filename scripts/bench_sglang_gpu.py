@@ -44,7 +44,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import measure, steps
+from serving import budget, equality, measure, steps
 from serving.load import Request, random_requests
 from serving.models import MODELS, Model
 from serving.race import Race
@@ -56,6 +56,9 @@ GRAPHS = (
     json.dumps({"decode": {"backend": "full", "bs": [1, 2, 4, 8, 16, 32]}, "prefill": {"backend": "disabled"}}),
 )
 KINDS = ("native", "elastic")
+DEGENERATE = 8
+"""So many different tokens in an answer say little about what it was computed from."""
+
 STEPS_WRITTEN_S = 2.0
 """Servers write the times of their steps this often."""
 
@@ -87,7 +90,8 @@ def bad(found: dict[str, Any]) -> bool:
     """Whether a cell says that something is wrong."""
     failed = any(run["client"]["failed"] for runs in found.get("runs", {}).values() for run in runs)
     tokens = found.get("tokens", {})
-    return bool(found.get("failure") or failed or tokens.get("different") or tokens.get("errors_at_once"))
+    degenerate = bool(tokens) and min(tokens["distinct"].values()) <= DEGENERATE
+    return bool(found.get("failure") or failed or tokens.get("different") or tokens.get("errors_at_once") or degenerate)
 
 
 def cell(
@@ -131,7 +135,7 @@ def cell(
             pin(servers.values(), arguments.tp)
         with measure.turn(arguments.turn, servers.values()):
             found["card_used"] = measure.card_used_bytes()
-            found["tokens"] = measure.compare(*(measure.tokens(servers[kind, 0]) for kind in KINDS))
+            found["tokens"] = equality.compare(*(equality.tokens(servers[kind, 0]) for kind in KINDS))
             save()
             found["runs"] = {kind: [] for kind in KINDS}
             for kind, run in rounds(servers, model, arguments):
@@ -139,6 +143,8 @@ def cell(
                 if arguments.steps:
                     found["steps"] = times_of_steps()
                 save()
+            found["budget"] = after_a_load(servers, model, arguments)
+            save()
         pools = servers["elastic", 0].states()[0]["pools"]
         found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
         show(console, title, found, arguments.apart)
@@ -159,9 +165,7 @@ def rounds(
     servers: dict[tuple[str, int], Server], model: Model, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Loads in turn; the first one of each kind warms up and is left out."""
-    slow = model.name.startswith("deepseek_v4")
-    parallel = 16 if slow else 32
-    number = arguments.requests or (96 if slow else 640)
+    number, parallel = load_of(model, arguments)
     with contextlib.ExitStack() as stack:
         race = stack.enter_context(Race.between()) if arguments.together or arguments.apart else None
         warm_ups = 2 if arguments.apart else arguments.servers
@@ -183,6 +187,22 @@ def rounds(
                             others.enter_context(server.paused())
                     found = race.run(asked, requests, parallel, swapped=swapped, from_s=arguments.skip_s)
             yield from found.items() if counts else ()
+
+
+def load_of(model: Model, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Requests of a load, and how many are in flight."""
+    slow = model.name.startswith("deepseek_v4")
+    return arguments.requests or (96 if slow else 640), 16 if slow else 32
+
+
+def after_a_load(servers: dict[tuple[str, int], Server], model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What an elastic server keeps that is idle and not flushed, while all others are stopped."""
+    asked = servers["elastic", 0]
+    number, parallel = load_of(model, arguments)
+    with contextlib.ExitStack() as others:
+        for server in set(servers.values()) - {asked}:
+            others.enter_context(server.paused())
+        return budget.down_to_the_budget(asked, random_requests(number, (100, 2000), (24, 48), seed=0), parallel)
 
 
 def one_after_the_other(
@@ -229,11 +249,8 @@ def show(console: Console, title: str, found: dict[str, Any], apart: bool) -> No
             low, high = measure.interval(ratios)
             table.add_row(key, *cells, f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
         console.print(table)
-    same = found["tokens"]
-    console.print(
-        f"tokens: {same['requests']} requests, different {same['different']}, log probabilities differ by at most"
-        f" {same['largest_logprob_difference']:.2g}; errors {same['errors_at_once']}"
-    )
+    console.print(equality.in_words(found["tokens"]))
+    console.print({key: value for key, value in found["budget"].items() if key not in ("series", "client")})
     for run in found["runs"]["elastic"]:
         console.print(f"elastic: {memory_of(run)}{run['counters']}")
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import aiohttp
+import aiohttp  # type: ignore[import-not-found]
 
-from .models import VOCABULARY
+from tests.sglang.models import VOCABULARY
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,6 @@ WATCH_S = 0.1
 SETTLE_S = 6.0
 """How long memory may take to come back before that is what is reported."""
 
-EQUALITY_PROMPTS = (40, 600, 3000, 600)
-"""Tokens of the prompts that are asked one after another; the last one hits the prefix cache."""
-
 
 def describe(benchmark: str, script: str) -> dict[str, Any]:
     """Everything that a reader needs to judge the figures."""
@@ -87,39 +84,6 @@ def card_used_bytes() -> list[int]:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
     return [int(line) << 20 for line in lines]
-
-
-def tokens(server: Server) -> dict[str, Any]:
-    """Greedy tokens and log probabilities: cold, longer, chunked, prefix hit, flushed; of eight at once only errors."""
-    choose = random.Random(11)
-    prompt = load.random_prompt(choose, max(EQUALITY_PROMPTS))
-    server.flush()
-    found: dict[str, Any] = {}
-    for number, length in enumerate(EQUALITY_PROMPTS):
-        found[f"{number}: {length} tokens"] = server.generate(prompt[:length], 24)
-    server.flush()
-    found["flushed"] = server.generate(prompt[:600], 24)
-    requests = [Request(0.0, prompt[100 * k : 100 * k + 900], 16) for k in range(8)]
-    answers = load.play(server.port, requests)
-    found["errors_at_once"] = [answer.error for answer in answers if answer.error]
-    server.flush()
-    return found
-
-
-def compare(native: dict[str, Any], elastic: dict[str, Any]) -> dict[str, Any]:
-    """Where tokens differ, and the largest difference of a log probability."""
-    names = [name for name in native if name != "errors_at_once"]
-    largest = 0.0
-    for name in names:
-        pairs = zip(native[name][1], elastic[name][1], strict=True)
-        largest = max([largest, *(abs(left - right) for left, right in pairs)])
-    return {
-        "requests": len(names),
-        "different": [name for name in names if native[name][0] != elastic[name][0]],
-        "largest_logprob_difference": largest,
-        "errors_at_once": native["errors_at_once"] + elastic["errors_at_once"],
-        "first_tokens": {name: native[name][0][:8] for name in names},
-    }
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Models that the benchmarks serve: few layers of real width, so that the real attention kernels run.
 
-Weights are the engine's dummy weights (a fixed seed). They say nothing, but every token and its log probability
-depends on what the kernels read from the pools.
+Weights are drawn from a fixed seed (:mod:`serving.weights.seeded_weights`). They say nothing, but every token and its
+log probability depends on what the kernels read from the pools.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Model:
 
     def write(self, folder: Path) -> Path:
         """The model as a folder."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found]
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({**_COMMON, **self.config}))

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,22 @@ import psutil
 from kvcached_dist.snapshot import list_engines
 
 from .models import THE_MODEL, Model
+from .weights.seeded_weights import DONE
 
 READY_S = 400.0
 """A first start on a machine builds kernels."""
 
-_DECODE_LOG_STEPS = 40
-"""Decode steps between two lines about them in the engine's log."""
+WEIGHTS = Path(__file__).resolve().parent / "weights"
+"""The plugin that draws the weights."""
+
+SHORT = (5, 6, 7)
+"""A prompt that takes next to nothing."""
+
+_PREFILL = re.compile(r"Prefill batch \[(\d+)\]")
+"""In the engine's log, with SGLANG_LOG_FORWARD_ITERS: the number of the step."""
+
+_LOG_S = 10.0
+"""How long the log may take to show a request that has been answered."""
 
 
 def states(folder: str, name: str) -> list[dict[str, Any]]:
@@ -43,7 +53,7 @@ def mapped_bytes(folder: str, name: str) -> list[int]:
     return [sum(pool["mapped_bytes"] for pool in state["pools"].values()) for state in states(folder, name)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One running server.
 
@@ -53,6 +63,8 @@ class Server:
         port: where it answers.
         folder: of its log and snapshots.
         process: the launcher.
+        settings: environment variables of this library that it was started with.
+        capacity_tokens: tokens of its pools.
     """
 
     name: str
@@ -60,6 +72,9 @@ class Server:
     port: int
     folder: Path
     process: subprocess.Popen[bytes]
+    settings: Mapping[str, str]
+    capacity_tokens: int
+    _own_steps: int = field(default=0, init=False)
 
     @classmethod
     def launch(
@@ -92,11 +107,12 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         path = model.write(folder / f"model-{model.name}")
+        capacity = tokens or model.capacity_tokens
         command = [
             sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(path), "--load-format",
             "dummy", "--host", "127.0.0.1", "--port", str(port), "--sampling-backend", "pytorch", "--grammar-backend",
             "none", "--disable-custom-all-reduce", "--mem-fraction-static", "0.9", "--max-total-tokens",
-            str(tokens or model.capacity_tokens), "--random-seed", "7", "--tp", str(tp),
+            str(capacity), "--random-seed", "7", "--tp", str(tp),
             *(str(path) if option == THE_MODEL else option for option in model.options), *options,
         ]  # fmt: skip
         ours = {
@@ -115,20 +131,24 @@ class Server:
             "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
             # Servers stand side by side and start at the same time: one card is fuller than the other meanwhile.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            "SGLANG_LOG_FORWARD_ITERS": "1",
             **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))} if cards else {}),
             **model.settings,
             **(ours if elastic else {}),
             **(settings or {}),
         }
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WEIGHTS), environment.get("PYTHONPATH"))))
         with (folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        return cls(name, elastic, port, folder, process)
+        known = {key: value for key, value in environment.items() if key.startswith("KVCACHED_")}
+        return cls(name, elastic, port, folder, process, known, capacity)
 
     def ready(self) -> float:
         """Wait until it answers a request; seconds that it took.
 
         Raises:
-            RuntimeError: it ended or was not ready in time; with the end of its log.
+            RuntimeError: it ended, was not ready in time or has other weights than these benchmarks draw; with the end
+                of its log.
         """
         begin = time.monotonic()
         while time.monotonic() < begin + READY_S:
@@ -136,8 +156,11 @@ class Server:
                 break
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                self.generate([5, 6, 7], 2)
-                return time.monotonic() - begin
+                self.generate(SHORT, 2)
+                seconds = time.monotonic() - begin
+                if DONE not in self.log():
+                    raise RuntimeError(f"server {self.name} has not drawn its weights:\n{self.tail()}")
+                return seconds
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 time.sleep(0.5)
         raise RuntimeError(f"server {self.name} did not become ready:\n{self.tail()}")
@@ -164,10 +187,22 @@ class Server:
                     with contextlib.suppress(ProcessLookupError):
                         os.sched_setaffinity(int(thread), cpus)
 
+    def pin_schedulers(self, cpus: Sequence[int]) -> None:
+        """The thread of each rank that runs the engine's steps has a processor of its own; all others keep off it.
+
+        Args:
+            cpus: of the ranks, in their order; the others are what this process may use besides.
+        """
+        self.pin(sorted(os.sched_getaffinity(0) - set(cpus)))
+        schedulers = [member for member in self._members() if "sglang::scheduler" in " ".join(member.cmdline())]
+        for member, cpu in zip(sorted(schedulers, key=lambda member: member.cmdline()), cpus, strict=True):
+            os.sched_setaffinity(member.pid, [cpu])
+
     def _signal(self, number: signal.Signals) -> None:
-        for member in (*self._members(), self.process):
+        for member in self._members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
+        self.process.send_signal(number)
 
     def _members(self) -> list[psutil.Process]:
         """Processes that the launcher has started, with theirs."""
@@ -228,10 +263,28 @@ class Server:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def steps(self) -> int:
-        """Steps of the engine so far, by its log: prefill batches, and decode batches in groups of 40."""
-        text = self.log()
-        decode = len(re.findall(r"Decode batch", text))
-        return len(re.findall(r"Prefill batch", text)) + decode * _DECODE_LOG_STEPS
+        """Steps of the engine so far, without those of this function; nothing may be running.
+
+        The engine numbers its steps, and prints the number with a prefill: so two short requests are asked, of which
+        the first one is in the first step that does not count, and both together tell how many steps one takes.
+
+        Raises:
+            RuntimeError: the log does not show them.
+        """
+        first, second = self._step_of_a_request(), self._step_of_a_request()
+        before = first - 1 - self._own_steps
+        self._own_steps += 2 * (second - first)
+        return before
+
+    def _step_of_a_request(self) -> int:
+        seen = len(_PREFILL.findall(self.log()))
+        self.generate(SHORT, 1)
+        deadline = time.monotonic() + _LOG_S
+        while len(numbers := _PREFILL.findall(self.log())) == seen:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"server {self.name} does not print the numbers of its steps:\n{self.tail()}")
+            time.sleep(0.005)
+        return int(numbers[-1])
 
     def tail(self, lines: int = 40) -> str:
         """End of its log."""

@@ -37,8 +37,11 @@ class Log:
         self.wanted: list[dict[str, int]] = []
         self.domains = {name: SimpleNamespace(growable=growable) for name in (specs.FULL, specs.ROWS)}
         self.going_on: list[list[int]] = []
-        self.goes_on = lambda wanted: self.going_on.append(wanted) or self.calm
         self.stage = stage()
+
+    def goes_on(self, wanted: list[int]) -> bool:
+        self.going_on.append(wanted)
+        return self.calm
 
     def apply(self, frames: tuple[bytes, ...]) -> tuple[Entry, ...]:
         self.applied.append(frames)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 DONE = "event=seeded_weights"
 """In the log of every server whose weights were drawn here."""
@@ -32,6 +33,8 @@ def register() -> None:
 
 def draw(original: Any, model: torch.nn.Module, *args: Any, **options: Any) -> None:
     """After the engine has filled what it fills, fill all parameters of floating-point numbers again."""
+    import torch
+
     original(model, *args, **options)
     count = 0
     for name, parameter in model.named_parameters():
