@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
@@ -407,12 +408,14 @@ class Agent:
         with self.changed:
             self._handle(report)
 
-    def tick(self) -> None:
-        """Let the leader look at the clock; nothing on other ranks."""
+    def tick(self) -> float:
+        """Let the leader look at the clock; seconds until it should again. Other ranks have no deadlines."""
         leader = self.leader
-        if leader is not None:
-            with self.changed:
-                self._handle(lambda: leader.tick(self._now()))
+        if leader is None:
+            return math.inf
+        with self.changed:
+            self._handle(lambda: leader.tick(self._now()))
+        return leader.policy.look_interval / 1e6
 
     def beat(self) -> None:
         """Tell the others that this rank lives, and what it holds. Threads: the clock's."""

@@ -16,23 +16,19 @@ FENCE_POLL_S = 0.001
 FENCE_FIRST_POLL_S = 0.00005
 """Its first pause; the pauses double. A fence behind work that is nearly done passes within microseconds."""
 
-CLOCK_PAUSE_MAX_S = 0.25
-"""Longest pause of the clock, so that deadlines are seen in time whatever the beat is: an eighth of the shortest one of
-an engine. Not shorter: each time it wakes it takes the interpreter from the engine's thread for a moment."""
-
 
 class Clock:
-    """Calls what is due.
+    """Calls what is due, and sleeps as long as it can: each time it wakes it takes the interpreter from the engine.
 
     Args:
         beat_s: seconds between beats.
         beat: called once per ``beat_s``.
-        tick: called in every round.
+        tick: called in every round; seconds until the next one is due.
         poll: looks at the fences; whether some have not passed.
     """
 
     def __init__(
-        self, beat_s: float, beat: Callable[[], None], tick: Callable[[], None], poll: Callable[[], bool]
+        self, beat_s: float, beat: Callable[[], None], tick: Callable[[], float], poll: Callable[[], bool]
     ) -> None:
         self._beat_s = beat_s
         self._beat = beat
@@ -53,7 +49,6 @@ class Clock:
     def loop(self, closing: threading.Event) -> None:
         """Run until ``closing``."""
         next_beat = 0.0
-        idle = min(self._beat_s, CLOCK_PAUSE_MAX_S)
         pause = FENCE_FIRST_POLL_S / 2
         while not closing.is_set():
             now = time.monotonic()
@@ -61,7 +56,7 @@ class Clock:
                 self._beat_is_due = False
                 next_beat = now + self._beat_s
                 self._beat()
-            self._tick()
+            idle = min(self._tick(), next_beat - now)
             pause = min(2 * pause, FENCE_POLL_S) if self._poll() else idle
             self._wake.wait(pause)
             self._wake.clear()

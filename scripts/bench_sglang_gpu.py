@@ -175,9 +175,12 @@ def rounds(
             swapped = turn % 2 == 1
             if race is None:
                 # Each native server meets each elastic one.
-                chosen = turn % arguments.servers, (turn + turn // arguments.servers) % arguments.servers
-                asked = {kind: servers[kind, place] for kind, place in zip(KINDS, chosen, strict=True)}
-                found = one_after_the_other(asked, set(servers.values()), requests, parallel, swapped)
+                cycle, place = divmod(turn, arguments.servers)
+                asked = {
+                    "native": servers["native", place],
+                    "elastic": servers["elastic", (place + cycle) % arguments.servers],
+                }
+                found = one_after_the_other(asked, set(servers.values()), requests, parallel, cycle % 2 == 1)
             else:
                 places = {"native": int(swapped), "elastic": int(not swapped)} if arguments.apart else {}
                 asked = {kind: servers[kind, places.get(kind, 0)] for kind in KINDS}

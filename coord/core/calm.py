@@ -47,9 +47,7 @@ class Numbers:
     Attributes:
         domain: which one.
         free_list: its free blocks.
-        most_wanted: bound of the calm, kept here: what is looked at in every step lies together.
-        least_free: the same.
-        most_taken: the same.
+        most_wanted, least_free, most_taken: its :class:`Bounds`, here because all that a step looks at lies together.
         have: free blocks in the present step.
         wanted: most blocks that a step was about to take.
         least: least free blocks.

@@ -354,11 +354,15 @@ class Demand:
     def _run_pages(self, domain: DomainId) -> int:
         """Pages of the next run: as demand has lasted so far, or, where prompts wait already, as long as they need.
 
-        A queue that an empty pool meets is then not grown for step by step, with each of these steps waiting.
+        A queue that an empty pool meets is then not grown for step by step, with each of these steps waiting. Out of
+        memory that is not short, and not after a refusal that nothing has refuted: what was too long would be again.
         """
-        coming = min(self.coming[domain], COMING_STEPS * self.step_blocks[domain])
-        known = -(-coming // self._leader.replica.blocks_per_page[domain]) - self.free_pages(domain)
-        pages = max(self._run_length[domain].pages, known)
+        leader = self._leader
+        pages = self._run_length[domain].pages
+        if leader.commit.short is None:
+            coming = min(self.coming[domain], COMING_STEPS * self.step_blocks[domain])
+            behind = -(-coming // leader.replica.blocks_per_page[domain]) - self.free_pages(domain)
+            pages = max(pages, min(behind, self._memory.backable(domain) // SPARE_SHARE))
         return min(pages, self._longest_run(domain, pages))
 
     def _longest_run(self, domain: DomainId, pages: int) -> int:

@@ -49,6 +49,15 @@ class Policy:
     rejoin: bool = False
     seed: int = 0
 
+    @property
+    def look_interval(self) -> int:
+        """Longest time between two looks at the clock, in ticks.
+
+        A deadline is seen late by at most a quarter of it, and a gap of this length is far from looking like a process
+        that was stopped (a quarter of the lease).
+        """
+        return min(self.growth_deadline, self.query_interval, self.drain_deadline, self.lease // 2) // 4
+
 
 RUN_DOUBLING = 2
 """A domain that grows again without having given anything back takes runs this much longer."""

@@ -18,9 +18,6 @@ from .runtime import Runtime
 PARKED = "_kvcached_parked"
 """Attribute of an adder that has parked a chunk."""
 
-FREE = "_kvcached_free"
-"""Attribute of an adder: tokens published and free when it was made. None are taken while it plans."""
-
 TOTAL = ("rem_total_token_offset", "total_offset")
 CURRENT = ("cur_rem_token_offset", "current_offset")
 WINDOW = ("rem_swa_token_offset", "swa_offset")
@@ -36,6 +33,8 @@ class Admission:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._free = 0
+        """Tokens published and free when the present adder was made. None are taken while it plans."""
 
     def opened(self, _result: None, adder: Any, *_args: Any, **_kwargs: Any) -> None:
         """After ``__init__``: growth counts for tokens of later steps, and decodes of a mixed step for whole pages.
@@ -45,7 +44,7 @@ class Admission:
         """
         if not self._runtime.elastic:
             return
-        setattr(adder, FREE, self._runtime.published_free_tokens())
+        self._free = self._runtime.published_free_tokens()
         _shift(adder, TOTAL, -self._runtime.growable_tokens())
         if mixed := _shift(adder, CURRENT, 0):
             more = mixed * (adder.page_size * pages_per_decode(adder.page_size) - 1)
@@ -83,7 +82,7 @@ class Admission:
         if self._runtime.elastic:
             if getattr(adder, PARKED, False):
                 return _results().OTHER
-            free, chunk = getattr(adder, FREE) - _shift(adder, CURRENT, 0), adder.rem_chunk_tokens
+            free, chunk = self._free - _shift(adder, CURRENT, 0), adder.rem_chunk_tokens
             # Nearly always the whole chunk is there, and it does not matter how much of it the request takes.
             if (chunk is None or free < chunk + 2 * adder.page_size) and not self._fits_now(adder, req, free):
                 return _results().NO_TOKEN

@@ -25,7 +25,6 @@ class ParkedChunk:
 
     Attributes:
         rounds: steps in which a chunk was parked.
-        seen: the last step parked one, and nobody has asked since.
 
     Threads: the scheduler thread.
     """
@@ -35,14 +34,19 @@ class ParkedChunk:
         self._limit_s = limit_s
         self._request: Any = None
         self._since = 0.0
-        self.seen = False
+        self._seen = False
 
     def found_nothing(self, request: Any) -> None:
         """This step parked the chunk of a request."""
         self.rounds += 1
-        self.seen = True
+        self._seen = True
         if self._request is not request:
             self._request, self._since = request, time.monotonic()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a chunk is parked, or was when :meth:`aborts` was asked last."""
+        return self._request is not None
 
     def aborts(self, chunked: Any, alone: Callable[[], bool]) -> list[Any]:
         """On rank 0, before each broadcast: what has to be in it.
@@ -57,7 +61,7 @@ class ParkedChunk:
         Returns:
             The engine's own abort of the request, once its time is over.
         """
-        seen, self.seen = self.seen, False
+        seen, self._seen = self._seen, False
         if not seen or chunked is not self._request or not alone():
             self._request = None
             return []

@@ -165,7 +165,7 @@ class Runtime:
     def _goes_on(self, pulled: Sequence[Any]) -> bool:
         """Whether nothing but decoding goes on, and memory for it is there: nearly every step, found for little."""
         needs, coordinator = self._needs, self.coordinator
-        if needs is None or coordinator is None or self.parked.seen:
+        if needs is None or coordinator is None or self.parked.waits:
             return False
         pages = needs.decoding(pulled)
         return pages > 0 and coordinator.goes_on([pages * takes for takes in self._takes])

@@ -145,6 +145,47 @@ def test_a_request_whose_first_step_is_not_published_waits(engine_settings: Any)
     assert admission.add_one_req(lambda *_: "asked", made, request(49)) == AddReqResult.NO_TOKEN
 
 
+def test_a_request_that_takes_nearly_the_whole_chunk_is_looked_at(engine_settings: Any) -> None:
+    """It is rounded up to pages and has one more: more than the chunk."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    for free, admitted in ((256 + 15, False), (256 + 16, True), (256 + 2 * PAGE, True)):
+        admission, made, _ = hooked(free=free, growable=5000)
+        verdict = admission.add_one_req(lambda *_: "asked", made, request(250))
+        assert verdict == ("asked" if admitted else AddReqResult.NO_TOKEN), free
+
+
+class Cached(NoCache):
+    """A prefix cache: what a request has of it cannot be evicted for it."""
+
+    def __init__(self, evictable: int, own: int) -> None:
+        self.evictable, self.own = evictable, own
+
+    def evictable_size(self) -> int:
+        return self.evictable
+
+    def inc_lock_ref(self, _node: object) -> Any:
+        self.evictable -= self.own
+        return super().inc_lock_ref(_node)
+
+    def dec_lock_ref(self, *_: object) -> None:
+        self.evictable += self.own
+
+
+@pytest.mark.parametrize(("evictable", "own", "admitted"), [(64, 64, False), (128, 64, True), (127, 64, False)])
+def test_a_request_is_not_admitted_for_what_its_own_prefix_holds(
+    engine_settings: Any, evictable: int, own: int, admitted: bool
+) -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    admission, made, _ = hooked(free=16, growable=5000)
+    made.tree_cache = Cached(evictable, own)
+    # 64 tokens more than its prefix, and a page: 80, of which 16 are free.
+    verdict = admission.add_one_req(lambda *_: "asked", made, request(64 + own, cached=own))
+    assert verdict == ("asked" if admitted else AddReqResult.NO_TOKEN)
+    assert made.tree_cache.evictable == evictable
+
+
 def test_with_native_pools_the_engine_decides_alone(engine_settings: Any) -> None:
     admission, made, growth = hooked(free=0, growable=0)
     growth.elastic = False

@@ -119,8 +119,10 @@ def test_a_step_that_only_decodes_needs_what_a_whole_look_would_say(seed: int) -
     )
     needs = Needs(given)
     received = sometimes([pulled(40)], [])
+    needs.pages_and_rows(())
     if choose.random() < 0.15:
         needs.queued(SimpleNamespace(**vars(request(10)), beam_group=SimpleNamespace(beam_width=2)))
+        needs.pages_and_rows(())
     quiet = needs.decoding(received)
     others = given.waiting_queue or given.chunked_req or given.grammar_manager.grammar_queue or received
     whole, rows = needs.pages_and_rows(received)

@@ -194,14 +194,17 @@ def test_a_step_that_only_decodes_is_decided_where_there_is_something_to_decide(
 
 def test_a_chunk_that_was_parked_is_looked_at_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wait ends here once it is not the engine's chunk any more, or the same request would be aborted early."""
-    log = Log()
+    log, request = Log(), SimpleNamespace(rid="long")
     log.calm = True
-    plugin = serving(log)
+    engine = scheduler(chunked_req=request)
+    plugin = serving(log, engine)
     plugin.runtime._needs = cast(Any, Fixed(5, 0, idle=False))
-    plugin.runtime.parked.found_nothing(request := object())
+    plugin.runtime.parked.found_nothing(request)
+    plugin._about_to_broadcast("receiver", [], None)
+    engine.chunked_req = None
     plugin._about_to_broadcast("receiver", [], None)
     assert log.going_on == []
-    assert plugin.runtime.parked._request is not request
+    assert not plugin.runtime.parked.waits
     plugin._about_to_broadcast("receiver", [], None)
     assert log.going_on == [[5, 0]]
 

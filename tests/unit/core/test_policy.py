@@ -133,6 +133,18 @@ def test_growth_target(free: int, low: int, run_pages: int, absent: int, target:
     assert growth_target(free, low, run_pages, absent) == target
 
 
+@pytest.mark.parametrize(
+    ("growth", "query", "drain", "lease"), [(2.0, 1.0, 10.0, 30.0), (0.3, 0.3, 0.5, 1.0), (2.0, 1.0, 10.0, 0.9)]
+)
+def test_the_clock_is_looked_at_often_enough(growth: float, query: float, drain: float, lease: float) -> None:
+    in_ticks = [round(seconds * 1e6) for seconds in (growth, query, drain, lease)]
+    policy = Policy(
+        **dict(zip(("growth_deadline", "query_interval", "drain_deadline", "lease"), in_ticks, strict=True))
+    )
+    assert policy.look_interval <= min(in_ticks[:3]) // 4
+    assert 2 * policy.look_interval <= policy.lease // 4, "a gap must not look like a process that was stopped"
+
+
 @pytest.mark.parametrize("low", range(4))
 @pytest.mark.parametrize("high", range(6))
 @pytest.mark.parametrize("run_pages", [1, 2, 5])

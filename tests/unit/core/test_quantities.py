@@ -66,6 +66,35 @@ def test_what_waits_behind_a_step_is_grown_with_it(coming: int, wanted: int, fre
     assert rig.open_runs == ({0: grown} if grown else {})
 
 
+@pytest.mark.parametrize("coming", [0, 40, 400])
+def test_what_waits_takes_nothing_that_is_short(coming: int) -> None:
+    rig = Rig(40 * PAGE)
+    rig.leader.demand.coming = [coming]
+    rig.step(wanted={0: 10})
+    assert rig.open_runs == {0: 10}, "a quarter of 40"
+
+
+def test_a_long_run_that_was_refused_is_not_asked_for_again() -> None:
+    """A neighbour has taken what the last beat said there was, and the next beat is a second away."""
+    rig = Rig(280 * PAGE, run_share=4, backoff_min=1000, backoff_max=1000)
+    asked = []
+    for _ in range(20):
+        rig.leader.demand.coming = [40]
+        rig.step(wanted={0: 10})
+        if pages := sum(rig.open_runs.values()):
+            asked.append(pages)
+            if pages > 30:
+                rig.answer(Refused, cause=driver_refusal(pages * PAGE, 30 * PAGE))
+            else:
+                rig.finish()
+    assert asked == [40, 10]
+    rig.beat(280 * PAGE)
+    rig.lists[0].take(10)
+    rig.leader.demand.coming = [40]
+    rig.step(wanted={0: 10})
+    assert rig.open_runs == {0: 40}
+
+
 def test_a_share_of_less_than_a_page_is_a_page_where_it_fits() -> None:
     found = Rig(10 * PAGE, domains=2).leader.memory.fitting({DomainId(0): 95, DomainId(1): 5})
     assert found == {0: 9, 1: 1}
