@@ -22,7 +22,8 @@ seconds in which pools grow from nothing, ``--steps`` one of where the time of a
 
 A process is a few percent faster or slower than another one of the same kind for all its life. ``--servers 3`` starts
 so many of each kind and asks every native one against every elastic one in turn; ``--pin`` gives the thread that runs
-the engine's steps a processor of its own, the same one in all servers.
+the engine's steps a processor of its own, the same one in all servers. ``--slices 1`` lets the two servers of a round
+take turns of a second (:mod:`serving.slices`): what disturbs the machine for longer then disturbs both.
 
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
@@ -49,6 +50,7 @@ from serving.load import Request, random_requests
 from serving.models import MODELS, Model
 from serving.race import Race
 from serving.server import Server
+from serving.slices import in_slices
 
 EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
 GRAPHS = (
@@ -180,14 +182,16 @@ def rounds(
                     "native": servers["native", place],
                     "elastic": servers["elastic", (place + cycle) % arguments.servers],
                 }
-                found = one_after_the_other(asked, set(servers.values()), requests, parallel, cycle % 2 == 1)
+                swapped = cycle % 2 == 1
+                if arguments.slices:
+                    with others_paused(servers, asked):
+                        found = in_slices(asked, requests, parallel, arguments.slices, swapped=swapped)
+                else:
+                    found = one_after_the_other(asked, servers, requests, parallel, swapped)
             else:
                 places = {"native": int(swapped), "elastic": int(not swapped)} if arguments.apart else {}
                 asked = {kind: servers[kind, places.get(kind, 0)] for kind in KINDS}
-                with contextlib.ExitStack() as others:
-                    for server in servers.values():
-                        if server not in asked.values():
-                            others.enter_context(server.paused())
+                with others_paused(servers, asked):
                     found = race.run(asked, requests, parallel, swapped=swapped, from_s=arguments.skip_s)
             yield from found.items() if counts else ()
 
@@ -202,23 +206,33 @@ def after_a_load(servers: dict[tuple[str, int], Server], model: Model, arguments
     """What an elastic server keeps that is idle and not flushed, while all others are stopped."""
     asked = servers["elastic", 0]
     number, parallel = load_of(model, arguments)
-    with contextlib.ExitStack() as others:
-        for server in set(servers.values()) - {asked}:
-            others.enter_context(server.paused())
+    with others_paused(servers, {"elastic": asked}):
         return budget.down_to_the_budget(asked, random_requests(number, (100, 2000), (24, 48), seed=0), parallel)
 
 
 def one_after_the_other(
-    asked: dict[str, Server], servers: set[Server], requests: list[Request], parallel: int, swapped: bool
+    asked: dict[str, Server],
+    servers: dict[tuple[str, int], Server],
+    requests: list[Request],
+    parallel: int,
+    swapped: bool,
 ) -> dict[str, dict[str, Any]]:
     """A load on one of two servers while all others are stopped, then on the other one."""
     found = {}
     for kind in KINDS if swapped else KINDS[::-1]:
-        with contextlib.ExitStack() as others:
-            for other in servers - {asked[kind]}:
-                others.enter_context(other.paused())
+        with others_paused(servers, {kind: asked[kind]}):
             found[kind] = measure.loaded(asked[kind], requests, parallel)
     return found
+
+
+@contextlib.contextmanager
+def others_paused(servers: dict[tuple[str, int], Server], asked: dict[str, Server]) -> Iterator[None]:
+    """All servers but these are stopped meanwhile."""
+    with contextlib.ExitStack() as others:
+        for server in servers.values():
+            if server not in asked.values():
+                others.enter_context(server.paused())
+        yield
 
 
 def pin(servers: Iterable[Server], ranks: int) -> None:
@@ -313,6 +327,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--servers", type=int, default=1, help="of each kind, side by side; not with other ways")
     parser.add_argument("--pin", action="store_true", help="the thread that runs the steps has a processor of its own")
+    parser.add_argument("--slices", type=float, default=0.0, help="seconds of a turn, with --pin")
     parser.add_argument("--steps", action="store_true", help="time the engine's steps from inside")
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
@@ -322,6 +337,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--rounds {arguments.rounds}: --apart compares two rounds at a time, choose an even number")
     if (arguments.together or arguments.apart) and (arguments.servers > 1 or arguments.pin):
         parser.error("--servers and --pin are for servers that are asked one after the other")
+    if arguments.slices and not arguments.pin:
+        parser.error("--slices without --pin: the two servers of a round would run on different processors")
     return arguments
 
 

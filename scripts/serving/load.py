@@ -78,17 +78,28 @@ def random_prompt(choose: random.Random, length: int) -> tuple[int, ...]:
     return tuple(choose.randrange(3, VOCABULARY) for _ in range(length))
 
 
-def play(port: int, requests: Sequence[Request], parallel: int | None = None) -> list[Answer]:
-    """Send requests at their times and wait for all answers; at most ``parallel`` at a time."""
-    return asyncio.run(play_all([(port, requests)], parallel))[0]
+def play(
+    port: int, requests: Sequence[Request], parallel: int | None = None, begin: float | None = None
+) -> list[Answer]:
+    """Send requests at their times and wait for all answers.
+
+    Args:
+        port: of the server.
+        requests: what is sent.
+        parallel: at most so many at a time.
+        begin: when the load starts, by ``time.perf_counter``, which all processes of a machine share; default now.
+    """
+    return asyncio.run(play_all([(port, requests)], parallel, begin))[0]
 
 
-async def play_all(loads: Sequence[tuple[int, Sequence[Request]]], parallel: int | None = None) -> list[list[Answer]]:
+async def play_all(
+    loads: Sequence[tuple[int, Sequence[Request]]], parallel: int | None = None, begin: float | None = None
+) -> list[list[Answer]]:
     """Loads on several servers at the same time."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        begin = time.perf_counter()
+        begin = time.perf_counter() if begin is None else begin
         gates = [asyncio.Semaphore(parallel or len(requests)) for _, requests in loads]
         return await asyncio.gather(
             *(

@@ -53,6 +53,27 @@ def mapped_bytes(folder: str, name: str) -> list[int]:
     return [sum(pool["mapped_bytes"] for pool in state["pools"].values()) for state in states(folder, name)]
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Stops a server and lets it go on.
+
+    Attributes:
+        pids: its processes.
+    """
+
+    pids: list[int]
+
+    def stop(self) -> None:
+        """Nothing of it runs from now on."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """All of it runs."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 @dataclass(eq=False)
 class Server:
     """One running server.
@@ -169,6 +190,10 @@ class Server:
         """End it and everything that it started."""
         self._signal(signal.SIGKILL)
         self.process.wait(20)
+
+    def switch(self) -> Switch:
+        """Stops and starts it often: the processes are looked up here and not each time."""
+        return Switch([member.pid for member in self._members()] + [self.process.pid])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

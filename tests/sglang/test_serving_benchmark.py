@@ -15,6 +15,7 @@ import torch
 from scripts.serving import budget, equality, load
 from scripts.serving.load import Answer
 from scripts.serving.server import Server
+from scripts.serving.slices import Turns
 from scripts.serving.weights import seeded_weights
 
 
@@ -203,3 +204,13 @@ def test_the_engine_has_what_the_weights_are_drawn_after() -> None:
 
     assert loader.initialize_dummy_weights is weight_utils.initialize_dummy_weights
     assert next(iter(inspect.signature(weight_utils.initialize_dummy_weights).parameters)) == "model"
+
+
+def test_the_clock_of_a_server_stands_still_while_it_is_stopped() -> None:
+    turns = Turns()
+    turns.took(10.0, 11.0)
+    turns.took(12.0, 13.5)
+    shown = [turns.at(now) for now in (9.0, 10.0, 10.25, 11.0, 11.5, 12.0, 12.5, 13.5, 20.0)]
+    assert shown == [0.0, 0.0, 0.25, 1.0, 1.0, 1.0, 1.5, 2.5, 2.5]
+    answer = turns.seen(Answer(0.5, 3, [1.75, 2.25, 3.0], "cut"), 9.75)
+    assert answer == Answer(0.25, 3, [1.0, 1.0, 1.75], "cut")
