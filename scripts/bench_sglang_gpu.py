@@ -48,7 +48,7 @@ from rich.table import Table
 from serving import budget, equality, measure, steps
 from serving.load import Request, random_requests
 from serving.models import MODELS, Model
-from serving.race import Race
+from serving.race import Race, two_clients
 from serving.server import Server
 from serving.slices import in_slices
 
@@ -170,6 +170,7 @@ def rounds(
     number, parallel = load_of(model, arguments)
     with contextlib.ExitStack() as stack:
         race = stack.enter_context(Race.between()) if arguments.together or arguments.apart else None
+        clients = stack.enter_context(two_clients()) if arguments.slices else None
         warm_ups = 2 if arguments.apart else arguments.servers
         for turn in range(arguments.rounds + warm_ups):
             counts = turn >= warm_ups
@@ -183,9 +184,9 @@ def rounds(
                     "elastic": servers["elastic", (place + cycle) % arguments.servers],
                 }
                 swapped = cycle % 2 == 1
-                if arguments.slices:
+                if clients is not None:
                     with others_paused(servers, asked):
-                        found = in_slices(asked, requests, parallel, arguments.slices, swapped=swapped)
+                        found = in_slices(clients, asked, requests, parallel, arguments.slices, swapped=swapped)
                 else:
                     found = one_after_the_other(asked, servers, requests, parallel, swapped)
             else:

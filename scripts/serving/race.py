@@ -24,6 +24,20 @@ START_AFTER_S = 0.3
 """Until both clients have their requests."""
 
 
+@contextlib.contextmanager
+def two_clients() -> Iterator[ProcessPoolExecutor]:
+    """Two processes for clients, ready to begin at once."""
+    # Not forked: this process may have threads.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as clients:
+        list(clients.map(_ready, range(2)))
+        yield clients
+
+
+def _ready(_: int) -> None:
+    """Everything is imported by now; long enough for the other one to be made."""
+    time.sleep(START_AFTER_S)
+
+
 class Race:
     """A client process for each of two servers.
 
@@ -38,8 +52,7 @@ class Race:
     @contextlib.contextmanager
     def between(cls) -> Iterator[Race]:
         """Clients for two servers, that live as long as the body."""
-        # Not forked: this process may have threads.
-        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as clients:
+        with two_clients() as clients:
             yield cls(clients)
 
     def run(

@@ -9,7 +9,6 @@ longer steps at the ends of its turns, which the elastic one pays for.
 from __future__ import annotations
 
 import bisect
-import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -17,10 +16,8 @@ from typing import Any
 
 from . import load, measure
 from .load import Answer, Request
+from .race import START_AFTER_S
 from .server import Server
-
-START_AFTER_S = 0.3
-"""Until both clients have their requests."""
 
 
 class Turns:
@@ -53,11 +50,18 @@ class Turns:
 
 
 def in_slices(
-    servers: Mapping[str, Server], requests: Sequence[Request], parallel: int, slice_s: float, *, swapped: bool
+    clients: ProcessPoolExecutor,
+    servers: Mapping[str, Server],
+    requests: Sequence[Request],
+    parallel: int,
+    slice_s: float,
+    *,
+    swapped: bool,
 ) -> dict[str, dict[str, Any]]:
     """One load on each of two servers in alternating turns, then a flush of each.
 
     Args:
+        clients: two processes (:func:`serving.race.two_clients`).
         servers: two of them, by kind, running; they run again afterwards.
         requests: what each of them is asked.
         parallel: requests in flight at each of them.
@@ -70,15 +74,13 @@ def in_slices(
     """
     before = {kind: (server.counters(), server.steps(), server.mapped_bytes()) for kind, server in servers.items()}
     turns = {kind: Turns() for kind in servers}
-    # Not forked: this process may have threads.
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as clients:
-        begin = time.perf_counter() + START_AFTER_S
-        asked = {
-            kind: clients.submit(load.play, server.port, list(requests), parallel, begin)
-            for kind, server in servers.items()
-        }
-        _take_turns(servers, asked, turns, slice_s, begin, swapped)
-        answers = {kind: [turns[kind].seen(answer, begin) for answer in asked[kind].result()] for kind in servers}
+    begin = time.perf_counter() + START_AFTER_S
+    asked = {
+        kind: clients.submit(load.play, server.port, list(requests), parallel, begin)
+        for kind, server in servers.items()
+    }
+    _take_turns(servers, asked, turns, slice_s, begin, swapped)
+    answers = {kind: [turns[kind].seen(answer, begin) for answer in asked[kind].result()] for kind in servers}
     found: dict[str, dict[str, Any]] = {}
     for kind, of_kind in answers.items():
         server, (counters, steps, idle) = servers[kind], before[kind]
