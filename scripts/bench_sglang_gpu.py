@@ -139,14 +139,13 @@ def cell(
             found["card_used"] = measure.card_used_bytes()
             found["tokens"] = equality.compare(*(equality.tokens(servers[kind, 0]) for kind in KINDS))
             save()
+            found["budget"] = after_a_load(servers, model, arguments)
             found["runs"] = {kind: [] for kind in KINDS}
             for kind, run in rounds(servers, model, arguments):
                 found["runs"][kind].append(run)
                 if arguments.steps:
                     found["steps"] = times_of_steps()
                 save()
-            found["budget"] = after_a_load(servers, model, arguments)
-            save()
         pools = servers["elastic", 0].states()[0]["pools"]
         found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
         show(console, title, found, arguments.apart)

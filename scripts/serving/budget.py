@@ -8,13 +8,16 @@ from typing import Any
 
 from kvcached_dist.config import Config
 
-from . import load
+from . import equality, load
 from .load import Request
 from .measure import SAMPLE_S, watched
 from .server import Server
 
 LONGEST_S, STILL_S = 30.0, 6.0
 """How long memory may take to come back, and after how long without a change no more is expected."""
+
+HITS = 8
+"""Prompts that are asked again."""
 
 FULL = "full"
 """The domain of tokens that attend to all before them."""
@@ -35,7 +38,8 @@ def down_to_the_budget(server: Server, requests: Sequence[Request], parallel: in
         engine writes one a second) and at the end (``after``): ``published`` tokens, those ``in_use``, and
         ``mapped_bytes`` per rank; seconds from the last answer until what is in use is within the budget
         (``evicted_s``) and what is published within budget and reserve (``returned_s``), ``None`` where that was not
-        reached; and a ``series`` of what was seen.
+        reached; a ``series`` of what was seen; and how the last prompts are answered from what the cache keeps
+        (:func:`equality.from_the_cache`).
 
     Raises:
         RuntimeError: there are no snapshots after the load.
@@ -46,6 +50,7 @@ def down_to_the_budget(server: Server, requests: Sequence[Request], parallel: in
     budget = Config.from_env(server.settings).max_cached_tokens
     reserve = _reserve_tokens(server)
     held = _bytes(server, "static_bytes")
+    hits = equality.from_the_cache(server, [request.prompt for request in requests[-HITS:]])
     server.flush()
     return {
         "client": load.summary(answers),
@@ -57,6 +62,7 @@ def down_to_the_budget(server: Server, requests: Sequence[Request], parallel: in
         "after": series[-1],
         "evicted_s": _first(series, "in_use", budget),
         "returned_s": _first(series, "published", budget + reserve),
+        "hits": hits,
         "series": series[:: max(1, len(series) // 40)],
     }
 

@@ -79,6 +79,24 @@ def compare(native: dict[str, Any], elastic: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def from_the_cache(server: Server, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Answers to prompts that the prefix cache has, against answers that are computed anew; flushes in between.
+
+    Both are greedy. They may differ by rounding, because what is computed together is not the same; where the cache
+    holds something else than it should, nothing of them agrees.
+
+    Returns:
+        ``cached_tokens`` of each prompt the first time, the ``different`` answers by number, and the
+        ``largest_logprob_difference`` before that.
+    """
+    cached, hits = [], []
+    for prompt in prompts:
+        cached.append(int(server.answer(prompt, 1)["meta_info"]["cached_tokens"]))
+        hits.append(_ask(server, prompt))
+    server.flush()
+    return {"cached_tokens": cached, **_differences(hits, [_ask(server, prompt) for prompt in prompts])}
+
+
 def in_words(found: dict[str, Any]) -> str:
     """What :func:`compare` has found, in two lines."""
     distinct = found["distinct"].values()
@@ -149,5 +167,5 @@ def _differences(left: Sequence[Answer], right: Sequence[Answer]) -> dict[str, A
     pairs = list(zip(left, right, strict=True))
     return {
         "different": [number for number, pair in enumerate(pairs) if not _same(*pair)],
-        "largest_logprob_difference": max(_logprob_difference(*pair) for pair in pairs),
+        "largest_logprob_difference": max((_logprob_difference(*pair) for pair in pairs), default=0.0),
     }

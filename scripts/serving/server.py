@@ -251,10 +251,14 @@ class Server:
 
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens and the log probability of each."""
+        answer = self.answer(prompt, tokens)
+        return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+    def answer(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        """All that the engine says of one greedy request."""
         parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
-        answer = self.post("/generate", body)
-        return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        return dict(self.post("/generate", body))
 
     def flush(self) -> None:
         """Empty the prefix cache; waits until nothing runs."""
