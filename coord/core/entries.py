@@ -70,7 +70,10 @@ class Sort:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Every rank evicts the same ``tokens`` least recently used tokens from its prefix cache."""
+    """Every rank evicts the same ``tokens`` least recently used tokens from its prefix cache.
+
+    At idle it may then move together what is left; 0 tokens: only that.
+    """
 
     tokens: int
 

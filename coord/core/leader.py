@@ -165,9 +165,13 @@ class Leader:
         self.lose(Cause(kind, rank, reason))
 
     def evict(self, tokens: int) -> None:
-        """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended."""
+        """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended.
+
+        Args:
+            tokens: how many; 0: none, but a point at which every rank may put in order what its cache keeps.
+        """
         self.calm.ends()
-        if tokens > 0 and self.active:
+        if tokens >= 0 and self.active:
             self.log.append(Evict(tokens))
 
     def mark(self, kind: PositionKind, position: int, now: Tick, grant: bool | None = None) -> Mark:

@@ -23,6 +23,7 @@ class PageBook:
         self.blocks_per_page = blocks_per_page
         self.ids = ids
         self._published = np.zeros(blocks // blocks_per_page, dtype=np.bool_)
+        self._begins = np.zeros_like(self._published)
         # By id, the first one above the largest included: what the engine frees is looked up here.
         self._usable = np.zeros(ids + 2, dtype=np.bool_)
         self._count = 0
@@ -37,6 +38,7 @@ class PageBook:
         pages = self._published[first_page : first_page + count]
         require(not pages.any(), "S6", f"domain {self.name}: pages {first_page}+{count} are published already")
         pages[:] = True
+        self._begins[first_page] = True
         ids = self.ids_of(first_page, count)
         self._usable[ids] = True
         self._count += ids.size
@@ -47,6 +49,11 @@ class PageBook:
         pages = self._published[first_page : first_page + count]
         require(bool(pages.all()), "S6", f"domain {self.name}: pages {first_page}+{count} are not published")
         pages[:] = False
+        self._begins[first_page : first_page + count] = False
+        # Where only a part of a run went, its end is a run by itself.
+        self._begins[first_page + count : first_page + count + 1] |= self._published[
+            first_page + count : first_page + count + 1
+        ]
         ids = self.ids_of(first_page, count)
         self._usable[ids] = False
         self._count -= ids.size
@@ -62,9 +69,21 @@ class PageBook:
         """Published ids."""
         return self._count
 
+    def runs(self) -> tuple[Ids, Ids]:
+        """First page and length in pages of each published run, ascending: what came together goes together."""
+        firsts = np.flatnonzero(self._begins)
+        of_run = np.searchsorted(firsts, np.flatnonzero(self._published), side="right") - 1
+        return firsts, np.bincount(of_run, minlength=len(firsts))
+
     def all_ids(self) -> Ids:
         """All published ids, ascending."""
         return np.flatnonzero(self._usable).astype(np.int64)
+
+    def are_all(self, ids: Ids) -> bool:
+        """Whether these are all published ids, once each."""
+        if not ids.size or ids.min() < 0 or ids.max() >= self._usable.size:
+            return not ids.size and not self._count
+        return bool((np.bincount(ids, minlength=self._usable.size) == self._usable).all())
 
     def first_unpublished(self, ids: Ids) -> int | None:
         """One of these ids that is not published or not an id at all; ``None``: all are published."""

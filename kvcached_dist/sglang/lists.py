@@ -13,12 +13,13 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..coord.core.invariants import require
 from ..coord.core.reclaim import RUNS_PER_RECLAIM_MAX
 from .book import PageBook
-from .census import Census, CopyFactory, HostCopy, Ledger
+from .census import Census, CopyFactory, HostCopy, Ids, Ledger
 from .gate import DeviceGate, Leaving, RetireCheck, stale, without
 
 
@@ -72,11 +73,42 @@ class TokenList:
     def rebuild(self) -> None:
         """After the engine's ``clear``: every published id is free."""
         if self._allocator is not None:
-            free = self._allocator.free_pages
-            ids = torch.from_numpy(self.book.all_ids())
-            # From page-locked memory: a copy from any other may wait for the stream.
-            ids = ids if free.device.type == "cpu" else ids.pin_memory()
-            self._replace(ids.to(free.device, free.dtype, non_blocking=True))
+            self.replace(self.listed(self.book.all_ids()))
+
+    # ------------------------------------------------------------------ all of it at once
+
+    def free_ids(self) -> Ids:
+        """All free ids, in the order of the list and of what waits to be merged into it. Blocks: for the device."""
+        return torch.cat(self._parts()).cpu().numpy().astype(np.int64, copy=False)
+
+    def beside(self, numbers: Ids) -> torch.Tensor:
+        """Numbers on the device of the list, int64, without waiting for it."""
+        device = self._allocator.free_pages.device
+        found = torch.from_numpy(numbers)
+        # From page-locked memory: a copy from any other may wait for the stream.
+        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+    def listed(self, ids: Ids) -> torch.Tensor:
+        """Ids as the allocator keeps them, for :meth:`replace`."""
+        return self.beside(ids).to(self._allocator.free_pages.dtype)
+
+    def replace(self, ids: torch.Tensor) -> None:
+        """The list is these ids from now on, in this order; nothing waits to be merged, as this version keeps it.
+
+        Args:
+            ids: as :meth:`listed` makes them; all of them are published, and nobody uses them.
+        """
+        allocator = self._allocator
+        allocator.free_pages = ids
+        if getattr(allocator, "release_pages", None) is not None:
+            allocator.release_pages = allocator.release_pages[:0]
+        if getattr(allocator, "staged_pages", None):
+            allocator.staged_pages = []
+            allocator.num_staged_pages = 0
+        # The order is another one: what is known of depths is not.
+        self._census = self._coming = None
+
+    # ------------------------------------------------------------------ what enters
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the engine is about to put into its list.
@@ -176,7 +208,7 @@ class TokenList:
     def sort(self) -> None:
         """Low ids first."""
         if self._allocator is not None:
-            self._replace(torch.sort(torch.cat(self._parts()))[0])
+            self.replace(torch.sort(torch.cat(self._parts()))[0])
 
     def ids_crc(self) -> int:
         """Checksum of the free ids in their order; 0 on a device."""
@@ -245,18 +277,6 @@ class TokenList:
         if released is not None:
             parts.append(released)
         return [*parts, *getattr(allocator, "staged_pages", ())]
-
-    def _replace(self, ids: torch.Tensor) -> None:
-        """The list is these ids from now on; nothing waits to be merged, whichever way this version keeps that."""
-        allocator = self._allocator
-        allocator.free_pages = ids
-        if getattr(allocator, "release_pages", None) is not None:
-            allocator.release_pages = allocator.release_pages[:0]
-        if getattr(allocator, "staged_pages", None):
-            allocator.staged_pages = []
-            allocator.num_staged_pages = 0
-        # The order is another one: what is known of depths is not.
-        self._census = self._coming = None
 
 
 __all__ = ["TokenList"]

@@ -43,6 +43,7 @@ class Offload:
             "native_because": runtime.reason,
             "parked_chunks": runtime.parked.rounds,
             "evicted_tokens": runtime.evicted_tokens,
+            "compacted_tokens": runtime.compacted_tokens,
         }
 
     async def ask_release(self, original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from ..coord.core.entries import Evict, Growable, Publish, Retire, Unretire
 from ..coord.core.errors import ConfigError, InvariantViolation
 from . import engine, specs
 from .cache_budget import CacheBudget
+from .compaction import Compaction
 from .needs import Needs
 from .parked import ParkedChunk
 from .request_table import RequestTable
@@ -60,6 +61,7 @@ class Runtime:
         lists: the engine's free lists, by domain.
         parked: how long a part of a prompt has waited with nothing else running.
         evicted_tokens: tokens of the prefix cache that were evicted at marks.
+        compacted_tokens: tokens that the prefix cache keeps and that were moved at idle.
 
     Threads: the scheduler thread.
     """
@@ -71,9 +73,10 @@ class Runtime:
         self.coordinator: StreamCoordinator | None = None
         self.lists: dict[str, TokenList | RowList] = {}
         self.parked = ParkedChunk(config.parked_s)
-        self.evicted_tokens = 0
+        self.evicted_tokens = self.compacted_tokens = 0
         self._cache_budget = CacheBudget(config)
         self._scheduler: Any = None
+        self._compaction: Compaction | None = None
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
         self._request_table = RequestTable()
@@ -135,7 +138,7 @@ class Runtime:
         surplus = self._cache_budget.surplus(
             coordinator, self._scheduler.tree_cache, self.lists[specs.FULL], idle=idle
         )  # fmt: skip
-        if surplus:
+        if self._compacting().due(idle=idle and not surplus) or surplus:
             coordinator.evict(surplus)
         pages, rows = needs.pages_and_rows(pulled)
         wanted = {name: rows if name == specs.ROWS else pages for name in self.lists}
@@ -183,9 +186,16 @@ class Runtime:
         for entry in entries:
             if isinstance(entry, Evict):
                 self.evicted_tokens += engine.evict(self._scheduler.tree_cache, entry.tokens)
+        if any(isinstance(entry, Evict) for entry in entries):
+            self.compacted_tokens += self._compacting().run()
         retired = [run for entry in entries if isinstance(entry, Retire) and not entry.retained for run in entry.runs]
         if retired:
             self._forget_ids(retired)
+
+    def _compacting(self) -> Compaction:
+        if self._compaction is None:  # not before the engine has its prefix cache
+            self._compaction = Compaction(self.lists, self._scheduler, self.started.stage.pp_size)
+        return self._compaction
 
     def admit(self, owner: Any, ids: Any) -> Any:
         """Ids or rows that the engine is about to put into a free list; what may enter.

@@ -315,9 +315,12 @@ def test_silence_costs_nothing() -> None:
     assert max(values(run(body))) <= 2
 
 
-def test_an_eviction_reaches_every_rank_in_the_same_mark() -> None:
+@pytest.mark.parametrize("tokens", [7, 0])
+def test_an_eviction_reaches_every_rank_in_the_same_mark(tokens: int) -> None:
+    """Also one of nothing: there every rank may put its cache in order."""
+
     def body(rank: Rank) -> Any:
-        rank.coordinator.evict(7)
+        rank.coordinator.evict(tokens)
         return [entry for entry in rank.iteration() if isinstance(entry, Evict)]
 
-    assert values(run(body)) == [[Evict(7)], [Evict(7)]]
+    assert values(run(body)) == [[Evict(tokens)], [Evict(tokens)]]

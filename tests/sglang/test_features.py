@@ -66,7 +66,7 @@ def test_sizes_and_ranks_may_be_kept_for_the_process(engine_settings: Any) -> No
 
 
 def test_growth_counts_in_a_budget_of_its_own() -> None:
-    runtime = cast(Any, SimpleNamespace(elastic=True, growable_tokens=lambda: 40))
+    runtime = cast(Any, SimpleNamespace(elastic=True, growable_tokens=lambda: 40, published_free_tokens=lambda: 0))
     adder = SimpleNamespace(memory_budget=SimpleNamespace(total_offset=7, current_offset=0))
     Admission(runtime).opened(None, adder)
     assert vars(adder) == {"memory_budget": SimpleNamespace(total_offset=-33, current_offset=0)}

@@ -140,6 +140,37 @@ def test_the_prefix_cache_is_not_evicted_while_busy_and_goes_down_to_its_budget_
     )  # fmt: skip
 
 
+def test_what_the_cache_keeps_is_moved_together_and_memory_goes_down_to_its_budget(server: Server) -> None:
+    server.flush()
+    moved, prompts = int(server.told()["compacted_tokens"]), [cases.PROMPT[k : k + 100] for k in range(0, 800, 30)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda prompt: server.generate(prompt, 4), prompts))
+    # The last ones to be asked for are kept: one here, one there.
+    kept = prompts[2::7]
+    answers = [answered(server, prompt) for prompt in kept]
+    full = server.published()[0]["full"]
+    eventually(lambda: int(server.told()["compacted_tokens"]) > moved, server.states)
+    # Pages of 128 tokens: those of the null block and of 500 tokens, a reserve, and a run that is not quite full.
+    eventually(lambda: all(rank["full"] <= 7 * 128 for rank in server.published()), server.states)
+    assert full > 14 * 128
+    tokens = server.states()[0]["domains"]["full"]
+    assert tokens["published"] - tokens["free"] - 1 > CACHE_BUDGET - 150, "it was kept, not evicted"
+    log = server.log.read_text()
+    assert all(f"event=compacted rank={rank} tokens=" in log for rank in (0, 1))
+    again = [answered(server, prompt) for prompt in kept]
+    assert again == answers
+    assert [cached for cached, *_ in again] == [99] * len(kept)
+
+
+def answered(server: Server, prompt: list[int]) -> tuple[int, list[int], list[float]]:
+    """Tokens of the prompt that were cached; greedy tokens and their log probabilities."""
+    parameters = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+    answer = server.post("/generate", body)
+    meta = answer["meta_info"]
+    return meta["cached_tokens"], answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]]
+
+
 def test_a_neighbour_on_the_card_comes_and_goes(server: Server, folder: Path) -> None:
     idle_bytes(server)
     card = _native.HostDevice(CARD_CAPACITY, GRANULE, card_file=str(card_file(folder)))

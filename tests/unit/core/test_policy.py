@@ -139,7 +139,7 @@ def test_growth_target(free: int, low: int, run_pages: int, absent: int, target:
 def test_the_clock_is_looked_at_often_enough(growth: float, query: float, drain: float, lease: float) -> None:
     in_ticks = [round(seconds * 1e6) for seconds in (growth, query, drain, lease)]
     policy = Policy(
-        **dict(zip(("growth_deadline", "query_interval", "drain_deadline", "lease"), in_ticks, strict=True))
+        growth_deadline=in_ticks[0], query_interval=in_ticks[1], drain_deadline=in_ticks[2], lease=in_ticks[3]
     )
     assert policy.look_interval <= min(in_ticks[:3]) // 4
     assert 2 * policy.look_interval <= policy.lease // 4, "a gap must not look like a process that was stopped"

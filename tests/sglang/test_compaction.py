@@ -1,0 +1,284 @@
+"""Cached prefixes that are moved together: the same tokens have the same rows, and whole runs are free."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcached_dist.sglang import compaction, specs
+from kvcached_dist.sglang.compaction import Compaction
+from tests.sglang.late import Late
+from tests.sglang.loaded import PER_PAGE, PUBLISHED, RUNS, Engine, equal
+from tests.sglang.prefixes import keep
+
+
+@pytest.fixture(params=[(1, "heads"), (1, "latent"), (16, "heads"), (16, "latent")], ids=lambda p: f"page{p[0]}-{p[1]}")
+def engine(request: pytest.FixtureRequest, engine_settings: Any) -> Engine:
+    return Engine(*request.param)
+
+
+@pytest.fixture
+def small(engine_settings: Any) -> Engine:
+    """One where the kind does not matter."""
+    return Engine(1, "heads")
+
+
+# ---------------------------------------------------------------------- what is moved
+
+
+def test_every_cached_prefix_has_the_rows_that_it_had_and_runs_are_left(engine: Engine) -> None:
+    rows, before, tokens = engine.rows(), engine.runs_held(), [engine.tokens(prompt) for prompt in engine.prompts]
+    assert sum(before) >= 20, "the load has scattered nothing"
+    cached = engine.cached
+    moved = engine.compaction.run()
+    assert 0 < moved <= cached * engine.page
+    assert equal(engine.rows(), rows)
+    assert engine.cached == cached == len(engine.used())
+    assert sum(engine.runs_held()) <= 8
+    assert any(not torch.equal(old, engine.tokens(p)) for old, p in zip(tokens, engine.prompts, strict=True))
+    engine.cache.sanity_check()
+
+
+@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize("page", [1, 16])
+def test_all_published_ids_are_free_or_cached_once_each(page: int, need_sort: bool, engine_settings: Any) -> None:
+    engine = Engine(page, "heads", need_sort=need_sort)
+    assert engine.compaction.run()
+    assert sorted([*engine.used(), *engine.known.free_ids().tolist()]) == list(range(1, PUBLISHED + 1))
+    assert engine.allocator.available_size() == (PUBLISHED - engine.cached) * page
+    engine.evict(engine.cached)
+    assert sorted((engine.alloc(PUBLISHED) // page).tolist()) == sorted(list(range(1, PUBLISHED + 1)) * page)
+
+
+def test_all_runs_but_those_that_hold_something_can_be_retired(engine: Engine) -> None:
+    engine.compaction.run()
+    firsts, counts = engine.known.book.runs()
+    free = [engine.known.run_is_free(int(f), int(n)) for f, n in zip(firsts, counts, strict=True)]
+    assert sum(int(n) for n, gone in zip(counts, free, strict=True) if not gone) == sum(engine.runs_held()) <= 8
+    for first, count, gone in zip(firsts, counts, free, strict=True):
+        if gone:
+            engine.known.retire(int(first), int(count))
+    assert engine.known.published() - engine.known.available() == engine.cached
+
+
+def test_what_has_been_moved_stays(engine: Engine) -> None:
+    assert engine.compaction.run()
+    state = engine.state()
+    assert engine.compaction.run() == 0
+    assert equal(engine.state(), state)
+    for first, count in zip(*engine.known.book.runs(), strict=True):
+        if engine.known.run_is_free(int(first), int(count)):
+            engine.known.retire(int(first), int(count))
+    assert engine.compaction.run() == 0, "nor when what was free has gone"
+
+
+def test_load_after_load(engine: Engine) -> None:
+    moved = 0
+    for seed in range(6):
+        engine.evict(engine.cached - 10)
+        engine.load(random.Random(seed))
+        rows = engine.rows()
+        moved += engine.compaction.run()
+        assert equal(engine.rows(), rows)
+        assert sorted([*engine.used(), *engine.known.free_ids().tolist()]) == list(range(1, PUBLISHED + 1))
+        assert sum(engine.runs_held()) <= 8
+    assert moved > 100 * engine.page
+
+
+def test_two_ranks_with_the_same_history_move_the_same_ids(engine_settings: Any) -> None:
+    one, other = Engine(1, "heads"), Engine(1, "heads", seed=1)
+    assert not equal(one.rows(), other.rows())
+    # The order in which a process walks its tree is nobody's business.
+    children = other.cache.tree_core.root_node.children
+    for key in reversed(list(children)):
+        children[key] = children.pop(key)
+    assert one.compaction.run() == other.compaction.run() > 0
+    assert one.known.free_ids().tolist() == other.known.free_ids().tolist()
+    assert [one.tokens(p).tolist() for p in one.prompts] == [other.tokens(p).tolist() for p in other.prompts]
+
+
+def test_the_next_request_is_given_ids_of_runs_that_stay(small: Engine) -> None:
+    small.compaction.run()
+    held, spare = sum(small.runs_held()) * PER_PAGE, small.runs_held()
+    given = small.alloc(held - 1 - small.cached if 1 in spare else held - small.cached)
+    before = sum(small.runs_held())
+    keep(small.cache, [7000 + k for k in range(len(given))], given)
+    assert sum(small.runs_held()) == before
+
+
+def test_rows_are_copied_in_parts_that_take_little_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = engine.rows()
+    width = engine.buffers[0][0].numel() * 2
+    monkeypatch.setattr(compaction, "CHUNK_BYTES", 5 * width)
+    taken: list[int] = []
+    select = torch.Tensor.index_select
+
+    def noted(buffer: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        found = select(buffer, dim, index)
+        taken.append(found.numel() * found.element_size())
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    assert engine.compaction.run()
+    monkeypatch.undo()
+    assert max(taken) == 5 * width
+    assert equal(engine.rows(), rows)
+
+
+def test_on_a_device_that_answers_late(engine_settings: Any) -> None:
+    late = Late()
+    engine = Engine(1, "heads", copy=late)
+    last = len(RUNS) - 1
+    first = sum(RUNS[:last])
+    engine.known.run_is_free(first, RUNS[last])
+    late.pass_time()
+    rows = engine.rows()
+    assert engine.compaction.run()
+    assert equal(engine.rows(), rows)
+    assert not engine.known.run_is_free(first, RUNS[last]), "counted before, in another order"
+    late.pass_time()
+    assert engine.known.run_is_free(first, RUNS[last])
+    engine.known.retire(first, RUNS[last])
+    engine.evict(engine.cached)
+    engine.known.verify()
+    (check,) = engine.known.take_checks()
+    late.pass_time()
+    engine.known.verify()
+    assert check.confirmed()
+
+
+# ---------------------------------------------------------------------- when nothing is moved
+
+
+def test_a_copy_that_fails_leaves_everything_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, free, rows = engine.used(), engine.known.free_ids().tolist(), engine.rows()
+    calls: list[int] = []
+    original = torch.Tensor.index_copy_
+
+    def fails(buffer: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == len(engine.buffers):
+            raise RuntimeError("out of memory")
+        return original(buffer, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.compaction.run()
+    monkeypatch.undo()
+    assert (engine.used(), engine.known.free_ids().tolist()) == (used, free)
+    assert equal(engine.rows(), rows)
+    assert engine.compaction.run()
+
+
+def busy(engine: Engine) -> None:
+    engine.scheduler.is_fully_idle = lambda: False
+
+
+def locked(engine: Engine) -> None:
+    node = next(iter(engine.cache.tree_core.root_node.children.values()))
+    engine.cache.inc_lock_ref(node.id)
+
+
+def held_elsewhere(engine: Engine) -> None:
+    engine.alloc(3)
+
+
+def in_a_free_group(engine: Engine) -> None:
+    engine.allocator.free_group_begin()
+
+
+def freed_twice(engine: Engine) -> None:
+    """As many ids are free as should be, one of them twice: the census will find it."""
+    free = engine.allocator.free_pages
+    engine.allocator.free_pages = torch.cat((free[:-1], free[:1]))
+
+
+def nothing_cached(engine: Engine) -> None:
+    engine.evict(engine.cached)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("why", [busy, locked, held_elsewhere, in_a_free_group, freed_twice, nothing_cached])
+def test_not_now(why: Any, page: int, engine_settings: Any) -> None:
+    engine = Engine(page, "heads")
+    why(engine)
+    state = engine.state()
+    assert engine.compaction.run() == 0
+    assert not engine.compaction.due(idle=True)
+    assert equal(engine.state(), state)
+
+
+def unsupported(engine: Engine, stages: int = 1, **more: Any) -> str:
+    made = Compaction({specs.FULL: engine.known, **more}, engine.scheduler, stages)
+    state = engine.state()
+    assert (made.run(), made.due(idle=True)) == (0, False)
+    assert equal(engine.state(), state)
+    return made.unsupported
+
+
+def test_it_is_possible_in_a_plain_engine(engine: Engine) -> None:
+    assert engine.compaction.unsupported == ""
+
+
+def test_not_with_pipeline_stages_nor_with_other_domains(small: Engine) -> None:
+    assert unsupported(small, stages=2) == "pipeline stages"
+    assert unsupported(small, swa=small.known) == "pools besides those of full attention"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        ("disable", True, "the prefix cache is off"),
+        ("cache_controller", object(), "a host or external cache"),
+        ("linker", object(), "a host or external cache"),
+    ],
+)
+def test_not_with_other_ways_of_caching(place: str, value: object, why: str, small: Engine) -> None:
+    cache = small.cache
+    before = getattr(cache, place)
+    setattr(cache, place, value)
+    assert Compaction({specs.FULL: small.known}, small.scheduler, 1).unsupported == why
+    setattr(cache, place, before)
+    assert small.compaction.unsupported == ""
+
+
+def test_not_in_caches_of_another_kind(small: Engine) -> None:
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    cache = small.cache
+    cache.tree_components = (ComponentType.FULL, ComponentType.SWA)
+    assert small.compaction.unsupported == "nodes of more than full attention"
+    cache.tree_core = type("RustUnifiedTreeCore", (), {})()
+    assert small.compaction.unsupported == "the prefix cache is a UnifiedRadixCache over a RustUnifiedTreeCore"
+    small.scheduler.tree_cache = type("ChunkCache", (), {})()
+    assert small.compaction.unsupported == "the prefix cache is a ChunkCache"
+
+
+def test_not_where_something_else_is_kept_beside_each_token(
+    engine_settings: Any, small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcached_dist.sglang import engine as asked
+
+    groups = {"exec": SimpleNamespace(features=SimpleNamespace(enable_return_routed_experts=True))}
+    original = asked.context
+    monkeypatch.setattr(asked, "context", lambda name: groups.get(name) or original(name))
+    returned = "routed experts or indexer choices that are returned"
+    assert unsupported(small) == returned
+    groups["spec"] = SimpleNamespace(speculative_algorithm="EAGLE")
+    small.scheduler.tp_worker.model_runner.canary_manager = object()
+    assert unsupported(small) == f"speculative decoding, {returned}, the KV canary"
+
+
+def test_not_in_pools_and_allocators_of_another_kind(small: Engine) -> None:
+    small.allocator.__class__ = type("Another", (type(small.allocator),), {})
+    small.pool.__class__ = type("Packed", (type(small.pool),), {})
+    assert unsupported(small) == "a Another, a Packed"
+
+
+def test_not_in_a_version_that_is_laid_out_differently(small: Engine) -> None:
+    del small.cache.tree_core.root_node
+    assert small.compaction.unsupported.startswith("this version of the engine is laid out differently")

@@ -1,0 +1,282 @@
+"""Where compaction lets ids go, when it is asked for, and what becomes of the memory."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from kvcached_dist.config import Config
+from kvcached_dist.coord.core.entries import Entry, Evict
+from kvcached_dist.pools.specs import DomainSpec, StageSpec
+from kvcached_dist.sglang import specs
+from kvcached_dist.sglang.book import PageBook
+from kvcached_dist.sglang.compaction import Compaction, Move, plan
+from kvcached_dist.sglang.plugin import Plugin
+from kvcached_dist.sglang.runtime import Mark
+from tests.sglang.families import Rank, configurator
+from tests.sglang.loaded import BLOCKS, Engine
+from tests.sglang.prefixes import keep, prefix_cache
+
+
+@pytest.fixture
+def small(engine_settings: Any) -> Engine:
+    """After a load, with pages of a token."""
+    return Engine(1, "heads")
+
+
+# ---------------------------------------------------------------------- where ids go
+
+
+def book(*runs: tuple[int, int], ids: int = 4000) -> PageBook:
+    made = PageBook("full", 4096, 1, ids)
+    for first, count in runs:
+        made.add(first, count)
+    return made
+
+
+def places(move: Move | None, used: list[int]) -> list[int]:
+    assert move is not None
+    goes = dict(zip(move.sources.tolist(), move.targets.tolist(), strict=True))
+    assert not set(goes) & set(goes.values())
+    return sorted(goes.get(i, i) for i in used)
+
+
+def test_the_run_of_the_null_block_is_filled_first_and_then_long_runs_that_fit() -> None:
+    used = [1, 9, 30, 33, 60, 61, 62, 90, 99]
+    move = plan(book((0, 4), (8, 4), (16, 2), (32, 32), (64, 64)), np.array(used))
+    assert places(move, used) == [1, 2, 3, 8, 9, 10, 11, 16, 17]
+
+
+def test_the_run_of_the_null_block_saves_a_longer_one() -> None:
+    used = list(range(32, 64, 4))
+    move = plan(book((0, 4), (8, 8), (16, 5), (32, 32)), np.array(used))
+    assert places(move, used) == [1, 2, 3, 16, 17, 18, 19, 20]
+
+
+def test_the_run_of_the_null_block_costs_nothing() -> None:
+    """It is published in any case, so a short run that is left for it is all gain."""
+    used = [108, 109]
+    assert places(plan(book((0, 100), (108, 3)), np.array(used)), used) == [1, 2]
+
+
+def test_what_is_left_goes_into_the_shortest_run() -> None:
+    used = [40, 70, 71, 72, 100]
+    move = plan(book((0, 1), (8, 4), (32, 32), (64, 64), (200, 3)), np.array(used))
+    assert places(move, used) == [8, 9, 10, 11, 200]
+    assert move is not None
+    assert move.free[:2].tolist() == [201, 202], "what is free in a run that stays is given first"
+
+
+def test_low_long_runs_go_too() -> None:
+    """Not the lowest ids: a long run below would be kept by a few of them."""
+    used = list(range(1, 400, 50))
+    move = plan(book((0, 1), (1, 1000), (1001, 8)), np.array(used))
+    assert places(move, used) == list(range(1001, 1009))
+
+
+def test_of_equal_runs_the_fuller_ones_stay() -> None:
+    used = [10, 20, 21, 22, 30]
+    move = plan(book((0, 1), (10, 5), (20, 5), (30, 5)), np.array(used))
+    assert places(move, used) == [20, 21, 22, 23, 24]
+
+
+@pytest.mark.parametrize(("spare", "moves"), [(2, True), (1, False)])
+def test_what_frees_too_little_is_not_moved(spare: int, moves: bool) -> None:
+    """Of 32 ids in use, a run of two that goes is a sixteenth."""
+    used = np.array([*range(100, 131), 200])
+    assert (plan(book((0, 1), (100, 32), (200, spare)), used) is not None) == moves
+
+
+def test_nothing_is_moved_where_no_run_would_go() -> None:
+    assert plan(book((0, 1), (8, 4), (16, 4)), np.array([8, 9, 16, 17, 18])) is None
+    assert plan(book((0, 9)), np.array([1, 7, 8])) is None
+
+
+def test_a_run_of_which_a_part_went_is_two() -> None:
+    made = book((0, 4), (4, 8), (12, 2))
+    made.remove(6, 2)
+    firsts, counts = made.runs()
+    assert list(zip(firsts.tolist(), counts.tolist(), strict=True)) == [(0, 4), (4, 2), (8, 4), (12, 2)]
+
+
+# ---------------------------------------------------------------------- at marks
+
+
+class Log:
+    """A coordinator whose mark has the entries that a test wants."""
+
+    leads, calm, overage_bytes = True, False, 0
+
+    def __init__(self) -> None:
+        self.entries: tuple[Entry, ...] = ()
+        self.evictions: list[int] = []
+        domains = (DomainSpec(specs.FULL, 304, 1),)
+        self.stage = StageSpec("test", "", 0, 1, 0, 1, domains, ())
+
+    def apply(self, _frames: object) -> tuple[Entry, ...]:
+        return self.entries
+
+    def decide(self, *_: object, **__: object) -> tuple[bytes, ...]:
+        return ()
+
+    def evict(self, tokens: int) -> None:
+        self.evictions.append(tokens)
+
+
+class Idle:
+    """Needs of an engine with nothing to do, or with something."""
+
+    coming_pages = 0
+
+    def __init__(self) -> None:
+        self.now = True
+
+    def idle(self, _pulled: object) -> bool:
+        return self.now
+
+    def pages_and_rows(self, _pulled: object) -> tuple[int, int]:
+        return 0, 0
+
+    def running_pages(self) -> int:
+        return 0
+
+
+def serving(engine: Engine, log: Log, budget: int) -> Plugin:
+    plugin = Plugin(Config.preset("tests", max_cached_tokens=budget))
+    plugin.runtime.take_over(
+        specs.Takeover(log.stage, {specs.FULL: BLOCKS}), cast(Any, log), {specs.FULL: engine.known}
+    )  # fmt: skip
+    plugin.runtime.serve(engine.scheduler)
+    return plugin
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_at_the_mark_of_an_eviction_what_is_kept_is_moved(
+    tokens: int, small: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Log()
+    plugin = serving(small, log, 10_000)
+    plugin.runtime.apply(Mark((b"x",)))
+    assert plugin.runtime.compacted_tokens == 0, "no eviction, nothing moves"
+    log.entries, before = (Evict(tokens),), small.cached
+    caplog.set_level("INFO", "kvcached_dist.sglang")
+    plugin.runtime.apply(Mark((b"x",)))
+    assert (small.cached < before) == bool(tokens)
+    assert sum(small.runs_held()) <= 8
+    moved = plugin.runtime.compacted_tokens
+    assert moved > 0
+    assert f"event=compacted rank=0 tokens={moved} of={small.cached}" in caplog.text
+    answer = SimpleNamespace(internal_state={})
+    plugin_state(plugin, answer)
+    assert answer.internal_state["kvcached_dist"]["compacted_tokens"] == moved
+
+
+def plugin_state(plugin: Plugin, answer: Any) -> None:
+    (hook,) = (hook for hook in plugin.hooks if hook.target.endswith("Scheduler.get_internal_state"))
+    hook.call(answer, None)
+
+
+def test_an_idle_engine_within_its_budget_asks_once_for_a_mark(small: Engine) -> None:
+    log, needs = Log(), Idle()
+    plugin = serving(small, log, 10_000)
+    plugin.runtime._needs = cast(Any, needs)
+    needs.now = False
+    plugin.runtime.decide([])
+    assert log.evictions == []
+    needs.now = True
+    plugin.runtime.decide([])
+    plugin.runtime.decide([])
+    assert log.evictions == [0]
+    needs.now = False
+    plugin.runtime.decide([])
+    needs.now = True
+    plugin.runtime.decide([])
+    assert log.evictions == [0, 0], "it was busy in between"
+    log.entries = (Evict(0),)
+    plugin.runtime.apply(Mark((b"x",)))
+    needs.now = False
+    plugin.runtime.decide([])
+    needs.now = True
+    plugin.runtime.decide([])
+    assert log.evictions == [0, 0], "there is nothing left to move"
+
+
+def test_an_eviction_at_idle_is_mark_enough(small: Engine) -> None:
+    log = Log()
+    plugin = serving(small, log, small.cached - 5)
+    plugin.runtime._needs = cast(Any, Idle())
+    plugin.runtime.decide([])
+    assert log.evictions == [5]
+
+
+# ---------------------------------------------------------------------- with real memory
+
+
+@pytest.fixture
+def rank(engine_settings: Any, registry: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    made = Rank(registry, monkeypatch, configurator(), run_pages_max=16, run_share=0)
+    made.build(lambda: elastic_pool(), lambda pool, _rows: elastic_allocator(pool))
+    yield made
+    made.close()
+
+
+def elastic_pool() -> Any:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        2048, page_size=1, dtype=torch.bfloat16, kv_lora_rank=96, qk_rope_head_dim=32, layer_num=4, device="cpu",
+        enable_memory_saver=False, start_layer=0, end_layer=4,
+    )  # fmt: skip
+
+
+def elastic_allocator(pool: Any) -> Any:
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+    return TokenToKVPoolAllocator(2048, torch.bfloat16, "cpu", pool, False)
+
+
+@pytest.mark.slow
+def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    cache = prefix_cache(rank.allocator, 1, "FULL")
+    start = rank.mapped_bytes()
+
+    def find(key: int) -> torch.Tensor:
+        tokens = array("q", [1000 * key])
+        found: torch.Tensor = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens))).device_indices
+        return found
+
+    for number in range(1500):
+        rank.publish({specs.FULL: 1})
+        keep(cache, [number], token := rank.allocator.alloc(1))
+        for layer, buffer in enumerate(rank.pool.kv_buffer):
+            buffer[token] = float(number % 251 + layer)
+    kept = random.Random(1).sample(range(1500), 100)
+    for number in kept:
+        find(number)
+    cache.evict(EvictParams(num_tokens=1400))
+    full = rank.mapped_bytes()
+    scheduler = SimpleNamespace(
+        page_size=1, tree_cache=cache, is_fully_idle=lambda: True,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
+    )  # fmt: skip
+    made = Compaction(rank.runtime.lists, scheduler, 1)
+    for _ in range(100):
+        rank.step({specs.FULL: 0}, idle=True)
+    assert rank.mapped_bytes() > 0.8 * full, "100 of 1500 tokens keep all of it"
+    assert made.run() > 0
+    per_token = rank.pool.kv_buffer[0][0].numel() * 2 * 4
+    rank.settle(lambda: rank.mapped_bytes() <= start + 200 * per_token)
+    for number in kept:
+        (place,) = find(number).tolist()
+        for layer, buffer in enumerate(rank.pool.kv_buffer):
+            assert buffer[place].unique().tolist() == [float(number % 251 + layer)]
