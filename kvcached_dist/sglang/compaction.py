@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
-CHUNK_BYTES = 16 << 20
-"""Rows that are copied at once, in bytes; the memory that moving takes."""
+CHUNK_BYTES = 1 << 19
+"""Rows that are copied at once, in bytes; the memory that moving takes. Torch's allocator keeps segments of 2 MiB for
+what is below 1 MiB, so a full card is no reason to fail here."""
 
 LEAST_SHARE = 16
 """What is moved must free at least one in so many of the ids that the cache holds."""
