@@ -72,7 +72,7 @@ class Sort:
 class Evict:
     """Every rank evicts the same ``tokens`` least recently used tokens from its prefix cache.
 
-    At idle it may then move together what is left; 0 tokens: only that.
+    0 tokens: nothing is evicted, and each may move together what it keeps.
     """
 
     tokens: int

@@ -4,13 +4,16 @@ A run goes back only when all its ids are free. What a load leaves in the prefix
 load has grown, so a few tokens keep them all. At idle nothing but the cache names ids: what it keeps is copied into as
 few and as short runs as it fills, its nodes are told, and the runs that it leaves go the usual way.
 
-Every rank does this at the mark of an eviction, with what is equal on all ranks there: which ids the cache holds, which
-are published, and in which runs. So all ranks move the same ids to the same places, and nothing has to be agreed.
+Every rank does this at the mark of an eviction of no tokens, with what is equal on all ranks there: which ids the
+cache holds, which are published, and in which runs. So all ranks move the same ids to the same places, and nothing has
+to be agreed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,9 +31,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached_dist.sglang")
 
-CHUNK_BYTES = 1 << 19
-"""Rows that are copied at once, in bytes; the memory that moving takes. Torch's allocator keeps segments of 2 MiB for
-what is below 1 MiB, so a full card is no reason to fail here."""
+CHUNK_BYTES = 8 << 20
+"""Rows that are copied at once, in bytes: few launches for a large cache."""
+
+SMALL_CHUNK_BYTES = 1 << 19
+"""The same where the card is full: torch's allocator keeps segments of 2 MiB for what is below 1 MiB."""
+
+LOOK_AGAIN_S = 1.0
+"""Until rank 0 looks again at an idle engine in which something held ids that is no cached prefix."""
 
 LEAST_SHARE = 16
 """What is moved must free at least one in so many of the ids that the cache holds."""
@@ -57,7 +65,8 @@ def plan(book: PageBook, used: Ids) -> Move | None:
     """Where ids in use should lie so that the fewest stay published.
 
     Runs are filled whole, long ones first where they fit, and the rest goes into the shortest run that is left: what
-    stays published beyond the ids in use is then at most the free part of that run.
+    stays published beyond the ids in use is then at most the free part of that run. Runs that hold something already
+    are filled first where that keeps about as little, because less moves.
 
     Args:
         book: what is published, and in which runs.
@@ -71,21 +80,15 @@ def plan(book: PageBook, used: Ids) -> Move | None:
     firsts, counts = book.runs()
     sizes = np.array([book.ids_of(int(first), int(count)).size for first, count in zip(firsts, counts, strict=True)])
     held = np.bincount(_run_of(firsts, used, book), minlength=len(firsts))
-    # The run of the null block never goes, so it is filled in any case.
-    order = sorted(range(len(firsts)), key=lambda run: (firsts[run] > 0, -sizes[run], -held[run], firsts[run]))
-    chosen: list[int] = []
-    left = int(used.size)
-    for run in order:
-        if left and (sizes[run] <= left or not firsts[run]):
-            chosen.append(run)
-            left -= min(left, int(sizes[run]))
+    worth = -(-used.size // LEAST_SHARE)
+    least = _filled(firsts, sizes, held, used.size, held_first=False)
+    chosen = _filled(firsts, sizes, held, used.size, held_first=True)
+    if sizes[chosen].sum() >= sizes[least].sum() + worth:
+        chosen = least
     kept = np.zeros(len(firsts), dtype=np.bool_)
     kept[chosen] = True
-    if left:
-        chosen.append(min(np.flatnonzero(~kept).tolist(), key=lambda run: (sizes[run], -held[run], firsts[run])))
-        kept[chosen[-1]] = True
     gain = int(sizes[(held > 0) & ~kept].sum() - sizes[(held == 0) & kept & (firsts > 0)].sum())
-    if gain <= 0 or gain * LEAST_SHARE < used.size:
+    if gain < max(1, worth):
         return None
     filled = np.concatenate([book.ids_of(int(firsts[run]), int(counts[run])) for run in chosen])[: used.size]
     filled.sort()
@@ -97,6 +100,24 @@ def plan(book: PageBook, used: Ids) -> Move | None:
         np.setdiff1d(filled, used, assume_unique=True),
         np.concatenate((rest[stays], rest[~stays])),
     )
+
+
+def _filled(firsts: Ids, sizes: Ids, held: Ids, used: int, *, held_first: bool) -> list[int]:
+    """Runs that so many ids fill, in this order, the last one perhaps in part; of equal ones those that hold most."""
+    # The run of the null block never goes, so it is filled in any case.
+    order = sorted(
+        range(len(firsts)),
+        key=lambda run: (firsts[run] > 0, held_first and not held[run], -sizes[run], -held[run], firsts[run]),
+    )
+    chosen: list[int] = []
+    for run in order:
+        if used and (sizes[run] <= used or not firsts[run]):
+            chosen.append(run)
+            used -= min(used, int(sizes[run]))
+    if not used:
+        return chosen
+    left = set(order) - set(chosen)
+    return [*chosen, min(left, key=lambda run: (sizes[run], -held[run], firsts[run]))]
 
 
 def _run_of(firsts: Ids, ids: Ids, book: PageBook) -> Ids:
@@ -120,7 +141,7 @@ class Compaction:
     def __init__(self, lists: Mapping[str, TokenList | RowList], scheduler: Any, stages: int) -> None:
         self._scheduler = scheduler
         self._known: Any = lists[specs.FULL]
-        self._looked = False
+        self._next_look = 0.0
         try:
             self.unsupported = _unsupported(lists, scheduler, stages)
             if not self.unsupported:
@@ -132,7 +153,9 @@ class Compaction:
             _log.info("event=compaction rank=%d possible=no why=%r", engine.world_rank(), why)
 
     def due(self, *, idle: bool) -> bool:
-        """On rank 0: whether moving is worth a mark. Asked in every step, looked at once while the engine stays idle.
+        """On rank 0: whether moving is worth a mark.
+
+        Asked in every step. An idle engine is looked at once; while something that may go is in the way, once a second.
 
         Args:
             idle: the engine has nothing to do.
@@ -140,12 +163,13 @@ class Compaction:
         Blocks: at that look, for the device, which has nothing to do either.
         """
         if not idle or self.unsupported:
-            self._looked = False
+            self._next_look = 0.0
             return False
-        if self._looked:
+        now = time.monotonic()
+        if now < self._next_look:
             return False
-        self._looked = True
         used = self._used()
+        self._next_look = now + LOOK_AGAIN_S if used is None else math.inf
         return used is not None and plan(self._known.book, used // self._page_size) is not None
 
     def run(self) -> int:
@@ -228,12 +252,23 @@ class Compaction:
         return first if whole and known.book.are_all(np.concatenate((first // size, known.free_ids()))) else None
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the rows of tokens in all buffers; no target is a source."""
+        """Copy the rows of tokens in all buffers, behind what the engine's forward stream has written there."""
+        forward = getattr(self._scheduler, "forward_stream", None)
+        if sources.is_cuda and forward is not None:
+            torch.cuda.current_stream().wait_stream(forward)
         pool = self._scheduler.tree_cache.token_to_kv_pool_allocator.get_kvcache()
         for buffer in _buffers(pool):
-            rows = max(1, CHUNK_BYTES // max(1, buffer[0].numel() * buffer.element_size()))
-            for left, entered in zip(torch.split(sources, rows), torch.split(targets, rows), strict=True):
-                buffer.index_copy_(0, entered, buffer.index_select(0, left))
+            try:
+                _copy_rows(buffer, sources, targets, CHUNK_BYTES)
+            except torch.cuda.OutOfMemoryError:
+                # No target is a source, so what was copied may be copied again.
+                _copy_rows(buffer, sources, targets, SMALL_CHUNK_BYTES)
+
+
+def _copy_rows(buffer: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, chunk_bytes: int) -> None:
+    rows = max(1, chunk_bytes // max(1, buffer[0].numel() * buffer.element_size()))
+    for left, entered in zip(torch.split(sources, rows), torch.split(targets, rows), strict=True):
+        buffer.index_copy_(0, entered, buffer.index_select(0, left))
 
 
 def _tokens(blocks: Ids, size: int) -> Ids:

@@ -186,7 +186,7 @@ class Runtime:
         for entry in entries:
             if isinstance(entry, Evict):
                 self.evicted_tokens += engine.evict(self._scheduler.tree_cache, entry.tokens)
-        if any(isinstance(entry, Evict) for entry in entries):
+        if any(isinstance(entry, Evict) and not entry.tokens for entry in entries):
             self.compacted_tokens += self._compacting().run()
         retired = [run for entry in entries if isinstance(entry, Retire) and not entry.retained for run in entry.runs]
         if retired:

@@ -154,6 +154,25 @@ def test_on_a_device_that_answers_late(engine_settings: Any) -> None:
 # ---------------------------------------------------------------------- when nothing is moved
 
 
+def test_a_full_card_makes_the_parts_smaller(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, select = engine.rows(), torch.Tensor.index_select
+    width = engine.buffers[0][0].numel() * 2
+    monkeypatch.setattr(compaction, "SMALL_CHUNK_BYTES", 2 * width)
+    refused: list[int] = []
+
+    def short(buffer: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        if len(index) > 2:
+            refused.append(1)
+            raise torch.cuda.OutOfMemoryError
+        return select(buffer, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", short)
+    assert engine.compaction.run()
+    monkeypatch.undo()
+    assert len(refused) == len(engine.buffers)
+    assert equal(engine.rows(), rows)
+
+
 def test_a_copy_that_fails_leaves_everything_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     used, free, rows = engine.used(), engine.known.free_ids().tolist(), engine.rows()
     calls: list[int] = []
