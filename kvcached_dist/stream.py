@@ -56,7 +56,7 @@ class EngineList(FreeList, Protocol):
         """Ids that are backed and usable, free or in use."""
 
     def ids_crc(self) -> int:
-        """Checksum of the free ids in their order; 0 where reading them would wait for a device."""
+        """Checksum of the free ids in their order; of what is known of them where reading them would wait."""
 
     def verify(self) -> None:
         """Look at what the device has reported about ids since the last mark; ``InvariantViolation`` if it is bad.

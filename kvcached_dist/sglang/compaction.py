@@ -209,7 +209,7 @@ class Compaction:
         self._copy(known.beside(_tokens(move.sources, size)), known.beside(_tokens(move.targets, size)))
         for holder, part in zip(holders, parts, strict=True):
             holder.value = part
-        known.replace(free)
+        known.moved(move.sources, move.targets, free)
         moved = int(move.sources.size) * size
         _log.info("event=compacted rank=%d tokens=%d of=%d", engine.world_rank(), moved, int(used.size) * size)
         return moved

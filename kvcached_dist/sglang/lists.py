@@ -47,6 +47,8 @@ class TokenList:
         self._checks: list[RetireCheck] = []
         self._to_fence: list[RetireCheck] = []
         self._gate: DeviceGate | None = None
+        self._moves = 0
+        """Checksum of all moves so far: what is known on the host of the order of a list on a device."""
 
     def bind(self, allocator: Any) -> None:
         """The engine has built its allocator: its list holds published ids only from now on."""
@@ -91,6 +93,18 @@ class TokenList:
     def listed(self, ids: Ids) -> torch.Tensor:
         """Ids as the allocator keeps them, for :meth:`replace`."""
         return self.beside(ids).to(self._allocator.free_pages.dtype)
+
+    def moved(self, sources: Ids, targets: Ids, free: torch.Tensor) -> None:
+        """Ids in use have changed places. Ranks that moved other ids differ in :meth:`ids_crc` from here on.
+
+        Args:
+            sources: ids that were left.
+            targets: where each of them went.
+            free: all free ids, for :meth:`replace`.
+        """
+        self.replace(free)
+        for ids in (sources, targets):
+            self._moves = zlib.crc32(np.ascontiguousarray(ids).data, self._moves)
 
     def replace(self, ids: torch.Tensor) -> None:
         """The list is these ids from now on, in this order; nothing waits to be merged, as this version keeps it.
@@ -211,13 +225,13 @@ class TokenList:
             self.replace(torch.sort(torch.cat(self._parts()))[0])
 
     def ids_crc(self) -> int:
-        """Checksum of the free ids in their order; 0 on a device."""
+        """Checksum of the free ids in their order, and of moves; on a device of moves alone."""
+        crc = self._moves
         if self._allocator is None:
-            return 0
-        crc = 0
+            return crc
         for part in self._parts():
             if part.device.type != "cpu":
-                return 0
+                return self._moves
             crc = zlib.crc32(part.contiguous().numpy().data, crc) if len(part) else crc
         return crc
 

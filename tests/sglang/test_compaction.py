@@ -101,6 +101,25 @@ def test_two_ranks_with_the_same_history_move_the_same_ids(engine_settings: Any)
     assert [one.tokens(p).tolist() for p in one.prompts] == [other.tokens(p).tolist() for p in other.prompts]
 
 
+def test_a_rank_that_moves_by_itself_differs_at_the_next_mark(
+    engine_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device nobody reads the list for it, and neither length nor count of what is published tells."""
+    one, other = Engine(1, "heads"), Engine(1, "heads")
+    on_a_device = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
+
+    def said(engine: Engine) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.known, "_parts", lambda: on_a_device)
+            return engine.known.ids_crc()
+
+    assert said(one) == said(other) == 0
+    assert one.compaction.run()
+    assert said(one) != said(other)
+    assert other.compaction.run()
+    assert said(one) == said(other)
+
+
 def test_the_next_request_is_given_ids_of_runs_that_stay(small: Engine) -> None:
     small.compaction.run()
     held, spare = sum(small.runs_held()) * PER_PAGE, small.runs_held()
