@@ -162,6 +162,15 @@ class RankCoordinator(ABC, Generic[D]):
             with self._agent.entered():
                 self._leader.evict(tokens)
 
+    def compact(self) -> None:
+        """Log a compaction: every rank sees ``Evict(0)`` in the same mark, and may move together what its cache keeps.
+
+        No effect on followers.
+        """
+        if self._leader is not None:
+            with self._agent.entered():
+                self._leader.compact()
+
     def set_limit(self, limit_bytes: int, revision: int) -> LimitAnswer:
         """Set the physical limit of every rank. On rank 0 only; in force on all ranks from the next mark on.
 

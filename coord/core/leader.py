@@ -165,14 +165,16 @@ class Leader:
         self.lose(Cause(kind, rank, reason))
 
     def evict(self, tokens: int) -> None:
-        """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended.
-
-        Args:
-            tokens: how many; 0: none, but a point at which every rank may put in order what its cache keeps.
-        """
+        """Log an eviction of ``tokens`` tokens at the next mark; none is logged in an epoch that has ended."""
         self.calm.ends()
-        if tokens >= 0 and self.active:
+        if tokens > 0 and self.active:
             self.log.append(Evict(tokens))
+
+    def compact(self) -> None:
+        """Log, as an eviction of nothing, the point at which every rank may move together what its cache keeps."""
+        self.calm.ends()
+        if self.active:
+            self.log.append(Evict(0))
 
     def mark(self, kind: PositionKind, position: int, now: Tick, grant: bool | None = None) -> Mark:
         """Close the log up to here: :meth:`close_log` and :meth:`seal`.

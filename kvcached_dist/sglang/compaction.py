@@ -184,7 +184,8 @@ class Compaction:
             little would become free.
 
         Raises:
-            RuntimeError: the device failed or has no memory for a chunk. Others may have moved, so this rank ends.
+            RuntimeError: torch's: the device failed or has no memory for a chunk. Other ranks may have moved, so the caller
+                has to end the group.
 
         Blocks: for the device, which has nothing to do.
         """

@@ -358,7 +358,7 @@ def check_cache(tree_cache: Any) -> None:
 def evict(tree_cache: Any, tokens: int) -> int:
     """Evict least recently used tokens of the prefix cache; how many went."""
     if not tokens:
-        return 0
+        return 0  # a mark to compact at
     params = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache").EvictParams
     before = int(tree_cache.evictable_size())
     tree_cache.evict(params(num_tokens=tokens))

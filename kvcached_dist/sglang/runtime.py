@@ -138,8 +138,10 @@ class Runtime:
         surplus = self._cache_budget.surplus(
             coordinator, self._scheduler.tree_cache, self.lists[specs.FULL], idle=idle
         )  # fmt: skip
-        if self._compacting().due(idle=idle and not surplus) or surplus:
+        if surplus:
             coordinator.evict(surplus)
+        if self._compacting().due(idle=idle and not surplus):
+            coordinator.compact()
         pages, rows = needs.pages_and_rows(pulled)
         wanted = {name: rows if name == specs.ROWS else pages for name in self.lists}
         if rows and (known := self.lists.get(specs.SWA)) is not None:
@@ -187,10 +189,20 @@ class Runtime:
             if isinstance(entry, Evict):
                 self.evicted_tokens += engine.evict(self._scheduler.tree_cache, entry.tokens)
         if any(isinstance(entry, Evict) and not entry.tokens for entry in entries):
-            self.compacted_tokens += self._compacting().run()
+            self._compact()
         retired = [run for entry in entries if isinstance(entry, Retire) and not entry.retained for run in entry.runs]
         if retired:
             self._forget_ids(retired)
+
+    def _compact(self) -> None:
+        try:
+            self.compacted_tokens += self._compacting().run()
+        except RuntimeError as error:
+            # Torch's, of the device: nothing has moved here, but other ranks may have.
+            why = f"rank {self.started.world.rank}: cached prefixes could not be moved as on the other ranks ({error});"
+            self.started.broken(
+                InvariantViolation("S5", f"{why} restart the engine, with more memory left on the card")
+            )
 
     def _compacting(self) -> Compaction:
         if self._compaction is None:  # not before the engine has its prefix cache

@@ -317,10 +317,12 @@ def test_silence_costs_nothing() -> None:
 
 @pytest.mark.parametrize("tokens", [7, 0])
 def test_an_eviction_reaches_every_rank_in_the_same_mark(tokens: int) -> None:
-    """Also one of nothing: there every rank may put its cache in order."""
+    """So does a compaction, which is one of nothing."""
 
     def body(rank: Rank) -> Any:
         rank.coordinator.evict(tokens)
+        if not tokens:
+            rank.coordinator.compact()
         return [entry for entry in rank.iteration() if isinstance(entry, Evict)]
 
     assert values(run(body)) == [[Evict(tokens)], [Evict(tokens)]]

@@ -12,6 +12,7 @@ import torch
 from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.census import CopyFactory, HostCopy
 from kvcached_dist.sglang.compaction import Compaction
+from kvcached_dist.sglang.engine import evict
 from kvcached_dist.sglang.lists import TokenList
 from tests.sglang.prefixes import keep, prefix_cache
 
@@ -97,9 +98,7 @@ class Engine:
 
     def evict(self, blocks: int) -> None:
         """Least recently used blocks go."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        self.cache.evict(EvictParams(num_tokens=blocks * self.page))
+        evict(self.cache, blocks * self.page)
 
     @property
     def cached(self) -> int:

@@ -6,12 +6,13 @@ import random
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
 import torch
 
+from kvcached_dist import InvariantViolation
 from kvcached_dist.config import Config
 from kvcached_dist.coord.core.entries import Entry, Evict
 from kvcached_dist.pools.specs import DomainSpec, StageSpec
@@ -21,7 +22,7 @@ from kvcached_dist.sglang.compaction import Compaction, Move, plan
 from kvcached_dist.sglang.plugin import Plugin
 from kvcached_dist.sglang.runtime import Mark
 from tests.sglang.families import Rank, configurator
-from tests.sglang.loaded import BLOCKS, Engine
+from tests.sglang.loaded import BLOCKS, Engine, equal
 from tests.sglang.prefixes import keep, prefix_cache
 
 
@@ -127,6 +128,8 @@ class Log:
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
         self.evictions: list[int] = []
+        self.compactions = 0
+        self.world = SimpleNamespace(rank=3)
         domains = (DomainSpec(specs.FULL, 304, 1),)
         self.stage = StageSpec("test", "", 0, 1, 0, 1, domains, ())
 
@@ -138,6 +141,12 @@ class Log:
 
     def evict(self, tokens: int) -> None:
         self.evictions.append(tokens)
+
+    def compact(self) -> None:
+        self.compactions += 1
+
+    def broken(self, violation: InvariantViolation) -> NoReturn:
+        raise violation
 
 
 class Idle:
@@ -206,19 +215,34 @@ def test_an_idle_engine_within_its_budget_asks_once_for_a_mark(small: Engine) ->
     needs.now = True
     plugin.runtime.decide([])
     plugin.runtime.decide([])
-    assert log.evictions == [0]
+    assert (log.evictions, log.compactions) == ([], 1)
     needs.now = False
     plugin.runtime.decide([])
     needs.now = True
     plugin.runtime.decide([])
-    assert log.evictions == [0, 0], "it was busy in between"
+    assert (log.evictions, log.compactions) == ([], 2), "it was busy in between"
     log.entries = (Evict(0),)
     plugin.runtime.apply(Mark((b"x",)))
     needs.now = False
     plugin.runtime.decide([])
     needs.now = True
     plugin.runtime.decide([])
-    assert log.evictions == [0, 0], "there is nothing left to move"
+    assert (log.evictions, log.compactions) == ([], 2), "there is nothing left to move"
+
+
+def test_a_rank_that_cannot_move_ends_the_group_with_a_reason(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    plugin = serving(small, log, 10_000)
+    log.entries = (Evict(0),)
+
+    def short(*_: object) -> NoReturn:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", short)
+    state = small.state()
+    with pytest.raises(InvariantViolation, match=r"S5 violated: rank 3: .* \(CUDA out of memory\); restart the engine"):
+        plugin.runtime.apply(Mark((b"x",)))
+    assert equal(small.state(), state)
 
 
 def test_what_has_to_go_goes_before_the_rest_moves(small: Engine) -> None:
@@ -226,11 +250,11 @@ def test_what_has_to_go_goes_before_the_rest_moves(small: Engine) -> None:
     plugin = serving(small, log, small.cached - 5)
     plugin.runtime._needs = cast(Any, Idle())
     plugin.runtime.decide([])
-    assert log.evictions == [5]
+    assert (log.evictions, log.compactions) == ([5], 0)
     log.entries = (Evict(5),)
     plugin.runtime.apply(Mark((b"x",)))
     plugin.runtime.decide([])
-    assert log.evictions == [5, 0]
+    assert (log.evictions, log.compactions) == ([5], 1)
 
 
 def test_an_idle_engine_is_looked_at_again_when_what_was_in_the_way_may_be_gone(

@@ -12,6 +12,7 @@ import torch
 from kvcached_dist import InvariantViolation
 from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.census import CopyFactory, HostCopy
+from kvcached_dist.sglang.engine import evict
 from kvcached_dist.sglang.eviction import Evictions
 from kvcached_dist.sglang.lists import TokenList
 from kvcached_dist.sglang.runtime import LIST_ATTRIBUTE, Phase, Runtime
@@ -119,9 +120,7 @@ class Engine:
 
     def evict(self, blocks: int) -> None:
         """As the budget does: so much, whatever is free."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        self.cache.evict(EvictParams(num_tokens=blocks * self.page))
+        evict(self.cache, blocks * self.page)
 
     def make_room(self, blocks: int) -> None:
         """As a step does that is about to allocate so much more than is free."""
