@@ -184,8 +184,8 @@ class Compaction:
             little would become free.
 
         Raises:
-            RuntimeError: torch's: the device failed or has no memory for a chunk. Other ranks may have moved, so the caller
-                has to end the group.
+            RuntimeError: torch's: the device failed or has no memory for a chunk. Other ranks may have moved: the group
+                has to end.
 
         Blocks: for the device, which has nothing to do.
         """
