@@ -47,7 +47,15 @@ def eventually(reached: Callable[[], bool], what: Callable[[], object], wait_s: 
         time.sleep(0.05)
 
 
-@dataclass
+_started: list[Server] = []
+
+
+def running() -> list[Server]:
+    """Servers that were started and not stopped, whether they live or not."""
+    return list(_started)
+
+
+@dataclass(eq=False)
 class Server:
     """One running server.
 
@@ -108,6 +116,7 @@ class Server:
         with log.open("wb") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         server = cls(port, "served", folder, log, process)
+        _started.append(server)
         try:
             server._await_ready()
         except BaseException:
@@ -127,6 +136,8 @@ class Server:
 
     def stop(self) -> None:
         """End it and everything that it started."""
+        with contextlib.suppress(ValueError):
+            _started.remove(self)
         members = [self.process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
             members += [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]

@@ -149,7 +149,7 @@ def test_nobody_dies_while_a_follower_holds_its_interpreter(skipping: Trapped) -
     expected = trap.server.generate(PROMPT[300:700], 8)
     trap.shrink()
     before = trap.server.grows()
-    (trap.folder / "hold").write_text(str(HOLD_S))
+    trap.order("hold", str(HOLD_S))
     asked = time.monotonic()
     assert trap.server.generate(PROMPT[300:700], 8) == expected
     assert time.monotonic() - asked >= HOLD_S - 1

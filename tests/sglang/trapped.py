@@ -69,11 +69,17 @@ class Trapped:
 
         eventually(small, self.server.states)
 
+    def order(self, name: str, text: str) -> Path:
+        """Put this file with all of its text into the folder: who looks in between finds no file, not an empty one."""
+        path = self.folder / name
+        new = path.with_suffix(".new")
+        new.write_text(text)
+        return new.rename(path)
+
     @contextlib.contextmanager
     def switched(self, name: str, seconds: float | None = None) -> Iterator[None]:
         """A disturbance is on inside, where it takes a length with this one."""
-        path = self.folder / name
-        path.write_text("" if seconds is None else str(seconds))
+        path = self.order(name, "" if seconds is None else str(seconds))
         try:
             yield
         finally:
@@ -81,10 +87,7 @@ class Trapped:
 
     def limit(self, limit_bytes: int) -> None:
         """The leader orders this limit of memory per rank; 0: none. Returns when it has done so."""
-        path = self.folder / "limit"
-        new = path.with_suffix(".new")
-        new.write_text(str(limit_bytes))
-        new.rename(path)
+        path = self.order("limit", str(limit_bytes))
         eventually(lambda: not path.exists(), self.server.states)
 
     @contextlib.contextmanager

@@ -58,6 +58,14 @@ def note(what: str, *numbers: int, at: float = 0.0) -> None:
         os.close(file)
 
 
+def _ordered(name: str) -> str | None:
+    """What stands in this file of the folder; ``None``: there is none."""
+    try:
+        return (FOLDER / name).read_text()
+    except FileNotFoundError:
+        return None
+
+
 def _batch(scheduler: Any, *_: Any, **__: Any) -> None:
     parallel = scheduler.ps
     if parallel.pp_rank == parallel.pp_size - 1 > 0 and (FOLDER / "late").exists():
@@ -69,17 +77,17 @@ def _batch(scheduler: Any, *_: Any, **__: Any) -> None:
 
 def _iteration(scheduler: Any, *_: Any) -> None:
     global _revision
-    limit = FOLDER / "limit"
-    if scheduler.ps.pp_rank == scheduler.ps.tp_rank == 0 and _coordinator is not None and limit.exists():
-        limit_bytes = int(limit.read_text())
-        limit.unlink()
-        _revision += 1
-        _coordinator.set_limit(limit_bytes, _revision)
-    hold = FOLDER / "hold"
-    if scheduler.ps.tp_rank != scheduler.ps.tp_size - 1 or not hold.exists():
+    if scheduler.ps.pp_rank == scheduler.ps.tp_rank == 0 and _coordinator is not None:
+        limit = _ordered("limit")
+        if limit is not None:
+            (FOLDER / "limit").unlink()
+            _revision += 1
+            _coordinator.set_limit(int(limit), _revision)
+    hold = _ordered("hold") if scheduler.ps.tp_rank == scheduler.ps.tp_size - 1 else None
+    if hold is None:
         return
-    seconds = int(hold.read_text())
-    hold.unlink()
+    (FOLDER / "hold").unlink()
+    seconds = int(hold)
     note("hold", seconds)
     # Called through PyDLL, a function keeps the interpreter: no other thread of this process runs meanwhile.
     ctypes.PyDLL(None).sleep(seconds)
@@ -105,6 +113,6 @@ def _applying(original: Any, coordinator: Any, *arguments: Any, **options: Any) 
 def _driver_work(_worker: Any, work: Any) -> None:
     note(work.kind.name, work.txn)
     follows = _coordinator is not None and not _coordinator.leads
-    slow = FOLDER / "slow_unmap"
-    if work.kind.name == "UNMAP" and follows and slow.exists():
-        time.sleep(float(slow.read_text() or SLOW_UNMAP_S))
+    slow = _ordered("slow_unmap") if work.kind.name == "UNMAP" and follows else None
+    if slow is not None:
+        time.sleep(float(slow or SLOW_UNMAP_S))
