@@ -25,6 +25,9 @@ so many of each kind and asks every native one against every elastic one in turn
 the engine's steps a processor of its own, the same one in all servers. ``--slices 1`` lets the two servers of a round
 take turns of a second (:mod:`serving.slices`): what disturbs the machine for longer then disturbs both.
 
+``--syncs`` counts instead where steps wait for the device, by torch's own warnings (:mod:`serving.syncs`): no place of
+this library may be among what every step does.
+
 *returned* is the time from the flush until 95 % of the memory that the load had mapped is back.
 """
 
@@ -41,11 +44,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
-from serving import budget, equality, measure, steps
+from serving import budget, equality, measure, steps, syncs
 from serving.load import Request, random_requests
 from serving.models import MODELS, Model
 from serving.race import Race, two_clients
@@ -61,8 +64,10 @@ KINDS = ("native", "elastic")
 DEGENERATE = 8
 """So many different tokens in an answer say little about what it was computed from."""
 
-STEPS_WRITTEN_S = 2.0
-"""Servers write the times of their steps this often."""
+INSIDE_WRITTEN_S = 2.0
+"""Servers write what they say of themselves at least this often."""
+
+T = TypeVar("T")
 
 SHOWN = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms")
 
@@ -110,10 +115,12 @@ def cell(
     title = f"{model.name}, TP {arguments.tp}, {'captured graphs' if graphs else 'eager'}"
     servers: dict[tuple[str, int], Server] = {}
 
-    def times_of_steps() -> dict[str, dict[str, Any]]:
-        """As far as they are written."""
-        names = {kind: [f"steps-{label}-{kind}-{place}" for of, place in servers if of == kind] for kind in KINDS}
-        return {kind: steps.read(folder, names[kind]) for kind in KINDS}
+    def from_inside(read: Callable[[Path, Iterable[str]], T]) -> dict[str, T]:
+        """What servers of each kind say of themselves, as far as it is written."""
+        return {
+            kind: read(folder, [f"inside-{label}-{kind}-{place}" for of, place in servers if of == kind])
+            for kind in KINDS
+        }
 
     try:
         for place in range(2 if arguments.apart else arguments.servers):
@@ -128,7 +135,11 @@ def cell(
                     options=GRAPHS if graphs else EAGER,
                     settings={
                         **(dict(arguments.set) if kind == "elastic" else {}),
-                        **(steps.environment(folder, f"steps-{label}-{kind}-{place}") if arguments.steps else {}),
+                        **(
+                            steps.inside(f"inside-{label}-{kind}-{place}") if arguments.steps or arguments.syncs else {}
+                        ),
+                        **(steps.environment(folder) if arguments.steps else {}),
+                        **(syncs.environment(folder) if arguments.syncs else {}),
                     },
                 )
         for (kind, place), server in servers.items():
@@ -141,18 +152,24 @@ def cell(
             save()
             found["budget"] = after_a_load(servers, model, arguments)
             found["runs"] = {kind: [] for kind in KINDS}
+            waits = from_inside(syncs.read)
             for kind, run in rounds(servers, model, arguments):
                 found["runs"][kind].append(run)
                 if arguments.steps:
-                    found["steps"] = times_of_steps()
+                    found["steps"] = from_inside(steps.read)
                 save()
         pools = servers["elastic", 0].states()[0]["pools"]
         found["pools"] = {name: pool["static_bytes"] for name, pool in pools.items()}
         show(console, title, found, arguments.apart)
+        if arguments.steps or arguments.syncs:
+            time.sleep(2 * INSIDE_WRITTEN_S)
         if arguments.steps:
-            time.sleep(2 * STEPS_WRITTEN_S)
-            found["steps"] = times_of_steps()
+            found["steps"] = from_inside(steps.read)
             console.print(step_table(found["steps"]))
+        if arguments.syncs:
+            heard = {kind: now.since(waits[kind]) for kind, now in from_inside(syncs.read).items()}
+            found["syncs"] = {kind: {"steps": of.steps, "places": of.places} for kind, of in heard.items()}
+            console.print(syncs.table(heard))
     except Exception as error:
         found["failure"] = str(error)[-4000:]
         found["logs"] = {server.name: server.tail(60) for server in servers.values()}
@@ -329,6 +346,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pin", action="store_true", help="the thread that runs the steps has a processor of its own")
     parser.add_argument("--slices", type=float, default=0.0, help="seconds of a turn, with --pin")
     parser.add_argument("--steps", action="store_true", help="time the engine's steps from inside")
+    parser.add_argument(
+        "--syncs",
+        action="store_true",
+        help="count where the engine's steps wait for the device; times mean nothing then",
+    )
     parser.add_argument("--turn", action="append", default=[], help="lock file: measure only while it is held")
     parser.add_argument("--set", type=measure.setting, action="append", default=[], help="NAME=VALUE, elastic server")
     parser.add_argument("--json", default="", help="write command, machine and raw figures to this file")

@@ -21,15 +21,19 @@ what the thread had of one: the rest of the step it waited, for the card, anothe
 INSIDE = Path(__file__).resolve().parent / "inside"
 
 
-def environment(folder: Path, name: str) -> dict[str, str]:
-    """Variables with which a server times its steps.
+def inside(name: str) -> dict[str, str]:
+    """Variables with which a server looks at itself.
 
     Args:
-        folder: for the files.
-        name: of the server's file, followed by the number of the process.
+        name: of the server's files, followed by the number of the process.
     """
     path = os.pathsep.join(filter(None, (str(INSIDE), os.environ.get("PYTHONPATH", ""))))
-    return {"STEP_TIMES": str(folder), "STEP_TIMES_NAME": name, "PYTHONPATH": path}
+    return {"INSIDE_NAME": name, "PYTHONPATH": path}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables with which a server times its steps, beside those of :func:`inside`; files go into this folder."""
+    return {"STEP_TIMES": str(folder)}
 
 
 def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ With ``STEP_TIMES`` (a folder) set, a thread waits for the scheduler of this pro
 and this library's. Every few seconds it appends the steps since then to a file of this process, one JSON list a line:
 whether the step before and this one are prefills, whether driver work went on beside it, milliseconds from one launch
 to the next, of that in the parts, in the order of :data:`serving.steps.PARTS`, what the thread had of a processor, and
-how often it waited.
+how often it waited. With ``SYNC_PLACES`` another thread does what is in :mod:`sync_places`.
 """
 
 from __future__ import annotations
@@ -84,19 +84,34 @@ class Clocks:
         self._began, self._prefill, self.drove = now, prefill, self.driving
 
 
+def schedules() -> bool:
+    """Wait for the engine's scheduler; whether this process has one."""
+    deadline = time.monotonic() + WAIT_S
+    while not hasattr(sys.modules.get(PLACES[0][0]), "run_scheduler_process"):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def watch_syncs(folder: str) -> None:
+    """Wait for the scheduler, and count where it waits for the device."""
+    if schedules():
+        import sync_places
+
+        module = importlib.import_module(PLACES[0][0])
+        sync_places.watch(folder, os.environ.get("INSIDE_NAME", "server"), module.Scheduler)
+
+
 def watch(folder: str) -> None:
     """Wait for the scheduler, put the clocks, write what they show."""
-    module = PLACES[0][0]
-    deadline = time.monotonic() + WAIT_S
-    while not hasattr(sys.modules.get(module), "run_scheduler_process"):
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.2)
+    if not schedules():
+        return
     clocks = Clocks()
     for module, owner, name, part in PLACES:
         if module in sys.modules or os.environ.get("ENABLE_KVCACHED") == "1":
             clocks.put(getattr(importlib.import_module(module), owner), name, part)
-    path = Path(folder, f"{os.environ.get('STEP_TIMES_NAME', 'server')}-{os.getpid()}.jsonl")
+    path = Path(folder, f"{os.environ.get('INSIDE_NAME', 'server')}-{os.getpid()}.jsonl")
     while True:
         time.sleep(WRITE_S)
         steps, clocks.steps = clocks.steps, []
@@ -107,3 +122,5 @@ def watch(folder: str) -> None:
 
 if os.environ.get("STEP_TIMES"):
     threading.Thread(target=watch, args=(os.environ["STEP_TIMES"],), name="step-times", daemon=True).start()
+if os.environ.get("SYNC_PLACES"):
+    threading.Thread(target=watch_syncs, args=(os.environ["SYNC_PLACES"],), name="sync-places", daemon=True).start()
