@@ -1,4 +1,4 @@
-"""One rank's agent: it joins the protocol core, the links and the pools, and owns their threads.
+"""One rank's agent: the threads around its protocol core, and the lock under which they enter it.
 
 Threads of an agent::
 
@@ -8,7 +8,8 @@ Threads of an agent::
                                                                                        (agent_clock)
     scheduler      the caller's; only touches logical state and marks                  (marks)
 
-All of them enter the core under one lock, which is never held across a driver call, a send or a wait.
+All of them enter the core under one lock, which is never held across a driver call, a send or a wait. Where what comes
+in goes, and what the core asks for in return, is in ``routing``.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .agent_clock import Clock, Fences, Pending
 from .agent_ports import Faults, Fence, NoFaults, Timing, Worker, ticks
-from .coord.core.effects import Effect, EpochDown, GroupDown, Note, Send, TakeFence, Work, WorkDone
+from .coord.core.effects import WorkDone
 from .coord.core.entries import Mark, PositionKind
 from .coord.core.errors import Divergence, GroupFailed, InvariantViolation, LinkDown, WaitTimeout
-from .coord.core.leader import Leader
-from .coord.core.messages import ANSWERS, Beat, Bye, Fail, MarkMessage, Message, Reform, State, TxnMessage
+from .coord.core.messages import Bye, MarkMessage, Message
 from .coord.core.participant import Participant
 from .coord.core.replica import Replica
 from .coord.core.types import Cause, CauseKind, Epoch, Rank, Tick, Txn
@@ -36,6 +35,7 @@ from .driver_work import DriverWork
 from .ending import Ending
 from .marks import Marks
 from .rank_links import RankLinks
+from .routing import Routing
 
 _log = logging.getLogger(__name__)
 
@@ -86,23 +86,22 @@ class Agent:
         self.epoch = epoch
         self.replica = replica
         self.participant = participant
-        self.leader: Leader | None = None
-        """The leader's machine; rank 0 gets it when every rank has joined the epoch."""
         self.timing = timing
-        self.step_done = 0
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.ending = Ending(rank, epoch, describe)
         self.links = RankLinks(links)
         self._faults: Faults = faults or NoFaults()
-        self._injects = faults is not None
         self.marks = Marks(rank, replica, participant, worker, self._faults)
         self.fences = Fences(make_fence, self.changed, self._fences_passed)
         self._clock = Clock(timing.beat_s, self.beat, self.tick, self.fences.poll)
         self.work = DriverWork(
             worker, self._faults, self._work_done, timing.beat_s, scarce_bytes, page_bytes, self._clock.beat_now
         )  # fmt: skip
-        self._now = now
+        self.routing = Routing(
+            rank, epoch, participant, self.marks, self.links, self.ending,
+            put_work=self.work.put, take_fence=self.take_fence, faults=faults, now=now,
+        )  # fmt: skip
         self._on_beat = on_beat
         self._awaited: Callable[[], bool] | None = None
         self._closing = threading.Event()
@@ -186,10 +185,10 @@ class Agent:
             try:
                 yield
             except (InvariantViolation, Divergence) as error:
-                self._fail_here(error)
+                self.routing.broken(error)
                 self.raise_if_failed()
             finally:
-                self._guarded(self._route)
+                self.routing.settle()
                 self._wake()
 
     def wait(self, reached: Callable[[], bool], timeout_s: float) -> None:
@@ -218,35 +217,18 @@ class Agent:
         """A frame has arrived on a link. Threads: the link's reader."""
         with self.changed:
             if not self._closing.is_set():
-                self._handle(lambda: self._deliver(peer, message))
+                self._handle(lambda: self.routing.deliver(peer, message))
 
     def on_link_down(self, peer: Rank, down: LinkDown) -> None:
         """A link has ended. Threads: the link's reader or writer."""
         with self.changed:
             if not self._closing.is_set():
-                self._handle(lambda: self._link_down(peer, down))
+                self._handle(lambda: self.routing.link_down(peer, down))
 
-    def _link_down(self, peer: Rank, down: LinkDown) -> None:
-        if self.leader is not None:
-            self.leader.on_link_down(peer, down.reason, eof=down.eof, now=self._now())
-        elif peer not in self.links.left and self.ending.lost is None:
-            kind = CauseKind.RANK_LOST if down.eof else CauseKind.RANK_HUNG
-            self._set_failure(Cause(kind, peer, down.reason), self._own_phase())
-        self.links.left.add(peer)
-
-    def _deliver(self, peer: Rank, message: Message) -> None:
-        if isinstance(message, Bye):
-            self.links.left.add(peer)
-        if self.leader is not None:
-            self.leader.on_message(peer, message, self._now())
-        elif isinstance(message, MarkMessage):
-            self.marks.receive(message.mark)
-        elif isinstance(message, Fail):
-            self._set_failure(message.cause, "the leader reported a failure")
-        elif isinstance(message, Reform):
-            self._lose(message.cause)
-        elif isinstance(message, TxnMessage):
-            self.participant.on_message(message)
+    def _handle(self, event: Callable[[], None]) -> None:
+        """Lock held: let the core see an event, carry out what it asks for, wake who waits."""
+        self.routing.handle(event)
+        self._wake()
 
     # ------------------------------------------------------------------ marks
 
@@ -275,11 +257,11 @@ class Agent:
             left = deadline - time.monotonic()
             if left <= 0:
                 what = f"no mark for {kind.name.lower()} {position} for {wait_s:.1f} s"
-                self._set_failure(Cause(CauseKind.RANK_HUNG, LEADER, what), "waiting for the leader's mark")
+                self.ending.fail(Cause(CauseKind.RANK_HUNG, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
             if LEADER in self.links.left:
                 what = f"its coordinator was closed, and this rank is at {kind.name.lower()} {position}"
-                self._set_failure(Cause(CauseKind.CLOSED, LEADER, what), "waiting for the leader's mark")
+                self.ending.fail(Cause(CauseKind.CLOSED, LEADER, what), "waiting for the leader's mark")
                 self.raise_if_failed()
             self.wait(lambda: bool(self.marks.waiting) or LEADER in self.links.left, min(left, 0.5))
         self.raise_if_failed()
@@ -288,96 +270,6 @@ class Agent:
     def apply(self, mark: Mark) -> None:
         """Put the entries of a mark in force on this rank. Threads: the scheduler, under :meth:`entered`."""
         self.marks.apply(mark)
-
-    # ------------------------------------------------------------------ routing, under the lock
-
-    def _handle(self, event: Callable[[], None]) -> None:
-        """Let the core see an event, carry out what it asks for, wake who waits. Raises for no broken rule."""
-        self._guarded(event)
-        self._guarded(self._route)
-        self._wake()
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except (InvariantViolation, Divergence) as error:
-            self._fail_here(error)
-
-    def _route(self) -> None:
-        """Carry out effects until the core asks for nothing more."""
-        while True:
-            effects = self.participant.take()
-            if self.leader is not None:
-                effects += self.leader.take()
-            if not effects:
-                return
-            for effect in effects:
-                self._carry_out(effect)
-
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Send(to=to, message=message):
-                self._send_to(to, message)
-            case Work():
-                self.work.put(effect)
-            case TakeFence(txn=txn):
-                self._take_fence(txn)
-            case Note(text=text):
-                self.ending.note(text)
-            case GroupDown(cause=cause, phase=phase):
-                self._set_failure(cause, phase)
-            case EpochDown(cause=cause):
-                self._lose(cause)
-
-    def _send_to(self, to: Rank, message: Message) -> None:
-        if to == self.rank:
-            if isinstance(message, TxnMessage) and _for_participant(message):
-                self.participant.on_message(message)
-            elif self.leader is not None and not self._loses(message):
-                self.leader.on_message(self.rank, message, self._now())
-            elif isinstance(message, Fail):
-                self._set_failure(message.cause, "joining an epoch")
-            return
-        if isinstance(message, Fail) and self.leader is None:
-            self._set_failure(message.cause, "joining an epoch")
-        if self.leader is None and self._loses(message):
-            return
-        self.links.send(to, message)
-
-    def _loses(self, message: Message) -> bool:
-        return self._injects and self._faults.drops(_wire_name(message))
-
-    def _take_fence(self, txn: Txn) -> None:
-        self.fences.take(txn, max(0, self.marks.newest_step - self.step_done - 1))
-        self._clock.wake()
-
-    # ------------------------------------------------------------------ failure
-
-    def _fail_here(self, error: InvariantViolation | Divergence) -> None:
-        kind = CauseKind.DIVERGENCE if isinstance(error, Divergence) else CauseKind.INVARIANT
-        cause = Cause(kind, self.rank, str(error))
-        if self.leader is not None:
-            self.leader.fail(cause, self.leader.phase())
-            self._route()
-            # Effects that were being carried out when this rule broke are lost, an earlier failure perhaps with them.
-            down = self.leader.failure
-            assert down is not None
-            self._set_failure(down.cause, down.phase)
-            return
-        self._set_failure(cause, self._own_phase())
-        self.links.send_all(Fail(self.epoch, cause))
-
-    def _set_failure(self, cause: Cause, phase: str) -> None:
-        if self.ending.fail(cause, phase):
-            self.changed.notify_all()
-
-    def _lose(self, cause: Cause) -> None:
-        self.ending.lose(cause)
-        self.changed.notify_all()
-
-    def _own_phase(self) -> str:
-        newest = self.participant.newest_txn
-        return f"txn {newest} {self.participant.phase(newest).name.lower()}" if newest else "no transaction"
 
     # ------------------------------------------------------------------ threads
 
@@ -388,8 +280,8 @@ class Agent:
         except Exception as error:
             _log.exception("event=thread_ended rank=%d thread=%s", self.rank, threading.current_thread().name)
             with self.changed:
-                self._fail_here(InvariantViolation("L1", f"a thread of the agent ended: {error!r}"))
-                self.changed.notify_all()
+                self.routing.broken(InvariantViolation("L1", f"a thread of the agent ended: {error!r}"))
+                self._wake()
 
     def _work_done(self, done: WorkDone) -> None:
         """Driver work has ended. Threads: whoever did it, without the lock."""
@@ -408,19 +300,25 @@ class Agent:
         with self.changed:
             self._handle(report)
 
+    def take_fence(self, txn: Txn) -> None:
+        """Record a fence behind the work that was launched before a retirement. Threads: under the lock."""
+        self.fences.take(txn, self.marks.lag_steps)
+        self._clock.wake()
+
     def tick(self) -> float:
         """Let the leader look at the clock; seconds until it should again. Other ranks have no deadlines."""
-        leader = self.leader
+        leader = self.routing.leader
         if leader is None:
             return math.inf
         with self.changed:
-            self._handle(lambda: leader.tick(self._now()))
+            self._handle(self.routing.tick)
         return leader.policy.look_interval / 1e6
 
     def beat(self) -> None:
         """Tell the others that this rank lives, and what it holds. Threads: the clock's."""
         with self.changed:
-            self._handle(self._beat_locked)
+            # Under the lock: an answer about memory that goes out in between would be overtaken by an older number.
+            self._handle(lambda: self.routing.beat(*self.work.memory()))
         self._publish()
 
     def _publish(self) -> None:
@@ -432,24 +330,6 @@ class Agent:
         except (OSError, ValueError, RuntimeError):
             _log.exception("event=snapshot_failed rank=%d; no further one is tried", self.rank)
             self._on_beat = None
-
-    def _beat_locked(self) -> None:
-        # Under the lock: an answer about memory that goes out in between would be overtaken by an older number.
-        budget, held = self.work.memory()
-        participant = self.participant
-        beat = Beat(self.epoch, budget, held, participant.handles, self.step_done, participant.quiet_txn())
-        if self.leader is not None:
-            self.leader.on_message(self.rank, beat, self._now())
-        self.links.send_all(beat)
-
-
-def _for_participant(message: Message) -> bool:
-    return isinstance(message, TxnMessage) and not isinstance(message, (*ANSWERS, State))
-
-
-def _wire_name(message: Message) -> str:
-    """``MapFailed`` -> ``MAP_FAILED``, as fault specs name messages."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(message).__name__).upper()
 
 
 __all__ = ["Agent", "Faults", "Fence", "Timing", "Worker", "ticks"]

@@ -326,11 +326,9 @@ class Coordinator(RankCoordinator[Domain]):
         with agent.entered():
             if self._leader is None:
                 mark = agent.next_mark(PositionKind.STEP, self._step)
-                agent.step_done = self._step
                 agent.apply(mark)
             else:
                 mark = self._leader.mark(PositionKind.STEP, self._step, ticks())
-                agent.step_done = self._step
                 agent.broadcast(mark)
                 agent.apply(mark)
                 self._leader.demand.background()

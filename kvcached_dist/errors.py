@@ -1,5 +1,7 @@
 """Errors a user of the library meets; see :mod:`kvcached_dist.coord.core.errors` for when to catch which."""
 
+import signal
+
 from .coord.core.errors import (
     AmbiguousOutcome,
     CapacityError,
@@ -14,6 +16,19 @@ from .coord.core.errors import (
     WaitTimeout,
 )
 
+
+class Interrupted(KVDistError):
+    """A run of the command line was ended by a signal.
+
+    Args:
+        signum: which.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
 __all__ = [
     "AmbiguousOutcome",
     "CapacityError",
@@ -21,6 +36,7 @@ __all__ = [
     "Divergence",
     "DriverError",
     "GroupFailed",
+    "Interrupted",
     "InvariantViolation",
     "KVDistError",
     "LinkDown",

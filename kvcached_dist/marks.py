@@ -30,7 +30,9 @@ class Marks:
 
     def __init__(self, rank: Rank, replica: Replica, participant: Participant, worker: Worker, faults: Faults) -> None:
         self.waiting: deque[Mark] = deque()
-        self.newest_step = 0
+        self.step_done = 0
+        """The newest step whose mark is in force here."""
+        self._newest_step = 0
         self._rank = rank
         self._replica = replica
         self._participant = participant
@@ -47,7 +49,7 @@ class Marks:
             raise InvariantViolation("L1", f"rank {self._rank} holds {MARKS_MAX} marks it has not reached")
         self.waiting.append(mark)
         if mark.kind is PositionKind.STEP:
-            self.newest_step = mark.position
+            self._newest_step = mark.position
 
     def take(self, kind: PositionKind, position: int) -> Mark:
         """The oldest mark that waits, which must belong to this position.
@@ -63,6 +65,11 @@ class Marks:
             )
         return mark
 
+    @property
+    def lag_steps(self) -> int:
+        """Steps that this rank is behind the leader, as far as marks tell."""
+        return max(0, self._newest_step - self.step_done - 1)
+
     def apply(self, mark: Mark) -> None:
         """Put the entries of a mark in force.
 
@@ -70,6 +77,8 @@ class Marks:
             Divergence: this rank has done something else than the leader before it.
             InvariantViolation: an entry contradicts what this rank holds.
         """
+        if mark.kind is PositionKind.STEP:
+            self.step_done = mark.position
         self._replica.check(mark)
         for entry in mark.entries:
             self.apply_entry(entry)

@@ -176,7 +176,7 @@ def snapshot(coordinator: Observed, agent: Agent, leader: Leader | None) -> Snap
         started=coordinator.started,
         updated=0.0,
         epoch=agent.epoch,
-        step=agent.step_done,
+        step=agent.marks.step_done,
         failure=None if failure is None else str(failure),
         pools=_pools(coordinator, retained),
         domains=_domains(coordinator, agent),

@@ -214,7 +214,7 @@ def join(parts: Parts, timeout_s: float) -> None:
             joined = parts.inbox.collect(Joined, timeout_s, "readiness of every rank")
     handles = {LEADER: agent.participant.handles, **{rank: answer.handles for rank, answer in joined.items()}}
     with agent.entered():
-        parts.leader = agent.leader = _leader(parts, replica, handles)
+        parts.leader = agent.routing.leader = _leader(parts, replica, handles)
     if parts.inbox is not None:
         parts.inbox.hand_over(agent)
 

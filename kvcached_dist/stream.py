@@ -336,7 +336,6 @@ class StreamCoordinator(RankCoordinator[StreamDomain]):
             self.marks += 1
             if self._leader is None:
                 self._record_lists()
-            agent.step_done = mark.position
             self.faults.step = mark.position
             agent.apply(mark)
             if self._leader is not None:

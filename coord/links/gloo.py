@@ -8,10 +8,9 @@ Habits of gloo that shape this file, besides those in ``pair``:
 - A completed send only says that the kernel has the bytes.
 
 Threads. ``send`` hands frames to gloo in the calling thread while send slots are free: posting never
-waits, and under a busy interpreter a hop to another thread costs a switch interval. A slot is free again
-once the peer has acknowledged its frame (every frame carries an acknowledgement), because then waiting
-for the Work returns at once. Only without a free slot do frames queue up, and the writer thread waits
-for the oldest send. The reader thread waits for the receives in turn, delivers, and posts them again.
+waits, and under a busy interpreter a hop to another thread costs a switch interval. Only without a free
+slot do frames queue up (``outbox``), and the writer thread waits for the oldest send. The reader thread
+waits for the receives in turn, delivers, and posts them again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from datetime import timedelta
 from typing import Any, Final
 
@@ -30,14 +28,12 @@ from ..core.messages import Bye, Message
 from ..core.types import Epoch, Rank
 from .bounded import GRACE_S, StoreConnections, StoreLost, join_at_exit
 from .codec import Decoder, Encoder
-from .link import OUTBOX_FRAMES_MAX, OnDown, OnMessage
+from .link import OnDown, OnMessage
+from .outbox import Outbox
 from .pair import TAG_TO_FOLLOWER, TAG_TO_LEADER, Pair, Slots, Work, connect_pair, first_line, poison
 
 RECEIVES_POSTED: Final = 16
 """Receives posted ahead. A sender whose frame meets a posted receive needs no round trip to send it."""
-
-SENDS_POSTED: Final = 16
-"""Frames handed to gloo at once; more wait in the outbox."""
 
 _EXIT_JOIN_S: Final = 2.0
 _FIRST_CAUSE_S: Final = 0.1
@@ -66,15 +62,14 @@ class GlooLink:
         self._epoch = epoch
         self._group: Pair | None = group
         self._group_peer = 1 if is_leader else 0
-        self._send_tag = TAG_TO_FOLLOWER if is_leader else TAG_TO_LEADER
         self._receive_tag = TAG_TO_LEADER if is_leader else TAG_TO_FOLLOWER
         self._lease_s = lease_s
         self._lease = timedelta(seconds=lease_s)
         self._encoder = Encoder(session, epoch)
         self._decoder = Decoder(session, epoch)
-        self._sends = Slots(SENDS_POSTED)
+        decoder, tag = self._decoder, TAG_TO_FOLLOWER if is_leader else TAG_TO_LEADER
+        self._outbox = Outbox(group, self._group_peer, tag, self._lease, lambda: decoder.acknowledged)
         self._receives = Slots(RECEIVES_POSTED)
-        self._outbox: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._down: LinkDown | None = None
@@ -84,7 +79,6 @@ class GlooLink:
         self._bye_received = False
         self._closing = False
         self._poisoned = False
-        self._posted = 0
         self._reader: threading.Thread | None = None
         self._writer: threading.Thread | None = None
         _live.add(self)
@@ -159,7 +153,7 @@ class GlooLink:
     @property
     def waiting_frames(self) -> int:
         """Frames that wait now because the peer takes none."""
-        return len(self._outbox)
+        return self._outbox.waiting
 
     def start(self, on_message: OnMessage, on_down: OnDown) -> None:
         """Begin to receive; see :meth:`Link.start`."""
@@ -189,7 +183,7 @@ class GlooLink:
                 self._bye_sent = self._bye_sent or isinstance(message, Bye)
                 if self._queue(frames):
                     return
-                full = f"outbox is full: {len(self._outbox)} frames wait, rank {self._peer} takes none"
+                full = f"outbox is full: {self._outbox.waiting} frames wait, rank {self._peer} takes none"
         except RuntimeError as error:
             raise _again(self._end(self._explain(error, "takes no frame"))) from error
         raise _again(self._end(LinkDown(self._peer, full, eof=False)))
@@ -225,40 +219,19 @@ class GlooLink:
 
     def _is_flushed(self) -> bool:
         """Lock held: the peer has everything, or will take nothing more."""
-        taken = not self._outbox and self._decoder.acknowledged >= self._encoder.sequence
+        taken = not self._outbox.waiting and self._decoder.acknowledged >= self._encoder.sequence
         return self._down is not None or self._bye_received or taken
 
     def _queue(self, frames: list[bytes]) -> bool:
-        """Lock held: post frames, or append them to the outbox behind those that wait.
+        """Lock held: send frames, or leave them to the writer.
 
         Returns:
             False when the outbox is full now: the link must end.
         """
-        for frame in frames:
-            if not self._outbox and self._has_slot():
-                self._post(frame)
-            else:
-                self._outbox.append(frame)
-        waiting = len(self._outbox)
-        if waiting:
+        fits = self._outbox.put(frames)
+        if self._outbox.waiting:
             self._changed.notify_all()
-        return waiting <= OUTBOX_FRAMES_MAX
-
-    def _has_slot(self) -> bool:
-        """Lock held: the next send slot is unused, or the peer has received what it carried."""
-        unused = self._sends.works[self._posted % SENDS_POSTED] is None
-        return unused or self._posted - self._decoder.acknowledged < SENDS_POSTED
-
-    def _post(self, frame: bytes) -> None:
-        """Lock held: hand one frame to gloo. Needs a slot."""
-        slots, slot = self._sends, self._posted % SENDS_POSTED
-        work = slots.works[slot]
-        if work is not None:
-            work.wait(self._lease)  # acknowledged, hence complete: returns at once
-        slots.views[slot][: len(frame)] = frame
-        assert self._group is not None
-        slots.works[slot] = self._group.send(slots.tensors[slot], self._group_peer, self._send_tag)
-        self._posted += 1
+        return fits
 
     def _end(self, down: LinkDown, *, orderly: bool = False) -> LinkDown:
         """End the link; the first cause stays.
@@ -360,39 +333,28 @@ class GlooLink:
     def _write(self) -> None:
         """Writer thread: empty the outbox while slots are missing."""
         try:
-            while (oldest := self._write_ready()) is not None:
+            while (oldest := self._oldest_send()) is not None:
                 slot, work = oldest
                 work.wait(self._lease)
                 with self._lock:
-                    self._sends.works[slot] = None
+                    self._outbox.sent(slot)
         except RuntimeError as error:
             self._end(self._explain(error, "takes no frame"))
 
-    def _write_ready(self) -> tuple[int, Work] | None:
-        """Post from the outbox while slots are free.
-
-        Returns:
-            The slot to wait for and its Work, ``None`` when the link has ended.
-        """
+    def _oldest_send(self) -> tuple[int, Work] | None:
+        """The send to wait for, once a frame waits for its slot; ``None`` when the link has ended."""
         with self._changed:
             while self._down is None:
-                if not self._outbox:
-                    self._changed.wait()
-                elif self._has_slot():
-                    self._post(self._outbox.popleft())
-                else:
-                    slot = self._posted % SENDS_POSTED
-                    work = self._sends.works[slot]
-                    assert work is not None
-                    return slot, work
+                if (oldest := self._outbox.post_waiting()) is not None:
+                    return oldest
+                self._changed.wait()
             return None
 
     def _release(self) -> None:
         """Reader thread, or no threads: collect every Work, let the group go."""
         self._receives.drain()
         with self._lock:
-            self._sends.drain()
-            self._outbox.clear()
+            self._outbox.release()
             self._group = None
 
     def _join(self, timeout_s: float) -> None:
@@ -432,4 +394,4 @@ def _end_all() -> None:
 
 atexit.register(_end_all)
 
-__all__ = ["RECEIVES_POSTED", "SENDS_POSTED", "GlooLink"]
+__all__ = ["RECEIVES_POSTED", "GlooLink"]

@@ -15,8 +15,8 @@ from typing import Final
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from ..core.errors import AmbiguousOutcome, ConfigError, GroupFailed, WaitTimeout
-from ..core.types import Cause, CauseKind, Epoch, Rank
+from ..core.errors import AmbiguousOutcome, ConfigError, WaitTimeout
+from ..core.types import Epoch, Rank
 from .bounded import GRACE_S, Poll, Store, StoreConnections, StoreLost, run_bounded
 
 BLOB_BYTES_MAX: Final = 1 << 16
@@ -114,7 +114,6 @@ class StartBarrier:
 
         Raises:
             WaitTimeout: names the ranks whose blob is missing, and the key.
-            GroupFailed: another rank reported that it cannot start (:meth:`report_failure`).
             StoreLost: the server is gone.
 
         Blocks: at most ``timeout_s`` and a grace of half a second.
@@ -134,7 +133,6 @@ class StartBarrier:
                         found[Rank(rank)] = _decoded(store.get(self._key(item, rank)))
                 if len(found) == len(wanted):
                     return True
-                self._raise_reported(store)
                 if not poll.again():
                     return False
 
@@ -147,17 +145,6 @@ class StartBarrier:
         """Put this rank's blob and gather all; a barrier when the blobs are empty."""
         self.put(item, blob, timeout_s)
         return self.gather(item, timeout_s)
-
-    def report_failure(self, reason: str, timeout_s: float) -> None:
-        """Tell every rank that waits here that this one cannot start. The first report stays."""
-        key, value = self._key("failed", 0), _encoded(f"{self._rank} {reason}".encode()[:BLOB_BYTES_MAX])
-        self._connections.call(lambda store: store.compare_set(key, "", value), timeout_s, what=f"take key {key}")
-
-    def _raise_reported(self, store: Store) -> None:
-        key = self._key("failed", 0)
-        if store.check([key]):
-            rank, _, reason = _decoded(store.get(key)).decode("utf-8", "replace").partition(" ")
-            raise GroupFailed(Cause(CauseKind.CLOSED, Rank(int(rank)), reason), "start-up")
 
 
 def agree_session(connections: StoreConnections, run_name: str, is_leader: bool, timeout_s: float) -> int:

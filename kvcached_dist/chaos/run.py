@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from ..errors import KVDistError
+from ..errors import Interrupted
 from .cluster import Cluster
 from .options import ChaosOptions
 from .plan import Fault, make_plan
@@ -17,18 +17,6 @@ from .report import Outcome, Report
 from .supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-
-
-class Interrupted(KVDistError):
-    """The run was ended by a signal.
-
-    Args:
-        signum: which.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.signum = signum
 
 
 def plan_of(options: ChaosOptions) -> tuple[Fault, ...]:
@@ -101,4 +89,4 @@ class _Signals:
         raise KeyboardInterrupt
 
 
-__all__ = ["Interrupted", "plan_of", "run_chaos"]
+__all__ = ["plan_of", "run_chaos"]

@@ -13,8 +13,8 @@ from rich.console import Console
 from ..chaos.cluster import RigError
 from ..chaos.options import ChaosOptions
 from ..chaos.report import EXIT_INPUT, EXIT_OK, EXIT_RIG, Outcome, Report
-from ..chaos.run import Interrupted, plan_of, run_chaos
-from ..errors import ConfigError
+from ..chaos.run import plan_of, run_chaos
+from ..errors import ConfigError, Interrupted
 from ..setting_kinds import parse_bytes
 
 _GRANULE_LEAST = 4096

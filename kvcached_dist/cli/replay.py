@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import ConfigError, KVDistError
+from ..errors import ConfigError, Interrupted, KVDistError
 from ..replay import launcher, plot, torchrun
 from ..replay.options import ReplayOptions
 from ..replay.rank_main import leave
@@ -83,7 +83,7 @@ def replay(
         status = _run(options, json_file, plot_file)
         if options.launcher == "torchrun":
             leave(status)
-    except launcher.Interrupted as stopped:
+    except Interrupted as stopped:
         _complain(str(stopped))
         status = 128 + stopped.signum
     except ConfigError as error:

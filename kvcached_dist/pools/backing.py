@@ -109,10 +109,6 @@ class StageBacking:
         """Mapped bytes in whole granules, per pool in the stage's order."""
         return self.native.mapped_bytes()
 
-    def usage(self) -> dict[str, int]:
-        """Physical bytes held now, by pool name: the number to report as memory usage."""
-        return dict(zip((pool.name for pool in self.stage.pools), self.held_bytes(), strict=True))
-
     def pool_name(self, index: int) -> str:
         """Name of a pool by its number in an outcome; ``-`` where the outcome concerns no pool."""
         return self.stage.pools[index].name if 0 <= index < len(self.stage.pools) else "-"

@@ -12,11 +12,13 @@ A step, at the same place on every rank relative to the leader's mark::
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..coord.core.entries import Evict, Retire
+from ..errors import CapacityError
 from .batch import Batch
 from .outcome import Event, MemoryCurve, RankOutcome, percentile
 from .pipeline import Pipeline
@@ -34,6 +36,12 @@ IDLE_PAUSE_S = 0.001
 SHORT_PAUSE_S = 0.002
 """Wall-clock pause of a step that ran short, so that reclaim and back-off have time to act."""
 
+MEMORY_WAIT_S = 300.0
+"""Longest wait of the only request for memory that this run does not hold: a neighbour's, or above a limit."""
+
+MEMORY_NOTICE_S = 5.0
+"""After so much of it the operator is told."""
+
 DRAIN_STEPS_MAX = 20_000
 """Steps after the trace in which memory must come back."""
 
@@ -41,6 +49,8 @@ EVENTS_MAX = 20_000
 """Events kept per rank; a run with more of them only counts on."""
 
 Progress = Callable[["Engine"], None]
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -88,6 +98,8 @@ class Engine:
         self._idle: bool | None = None
         self._idle_since = 0
         self._flushed_at: int | None = None
+        self._starving_since: float | None = None
+        self._starving_told = False
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -95,7 +107,7 @@ class Engine:
 
         Raises:
             GroupFailed: a rank was lost or the protocol failed.
-            CapacityError: the memory is too small for a single request.
+            CapacityError: the memory is too small for a single request, or did not come in time.
             PipelineBroken: a message between stages failed; the coordinator knows the first cause.
             Divergence: a peer scheduled something else.
 
@@ -162,6 +174,7 @@ class Engine:
             arrival = self.scheduler.next_arrival_us
             if arrival is not None:
                 self.clock.jump(arrival)
+        self._await_memory()
         self._pace(batch)
         if self._progress is not None:
             self._progress(self)
@@ -179,6 +192,29 @@ class Engine:
             if hits != self._faults_hit:
                 self._faults_hit = hits
                 self._event("fault", f"driver fault {hits}")
+
+    def _await_memory(self) -> None:
+        """Go on without memory for the only request, but not for ever.
+
+        Rank 0 alone looks at the clock: it ends the run for all, and no two ranks judge differently.
+        """
+        starving = self.scheduler.starving
+        if starving is None or self.coordinator.world.rank:
+            self._starving_since, self._starving_told = None, False
+            return
+        now = time.monotonic()
+        if self._starving_since is None:
+            self._starving_since = now
+        waited = now - self._starving_since
+        if waited >= MEMORY_WAIT_S:
+            raise CapacityError(
+                f"no memory within {MEMORY_WAIT_S:g} s for {starving}, and some rank has no memory for them although"
+                " --capacity allows for it: free what other processes hold on the ranks' cards, or raise the limit of"
+                " this run, and start it again"
+            )
+        if waited >= MEMORY_NOTICE_S and not self._starving_told:
+            self._starving_told = True
+            _log.warning("event=waits_for_memory longest_s=%g %s", MEMORY_WAIT_S, starving)
 
     def _pace(self, batch: Batch) -> None:
         if self._speed is not None:

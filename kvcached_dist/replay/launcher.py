@@ -18,7 +18,7 @@ from typing import Any
 
 from ..coord.links.bounded import run_bounded
 from ..coord.links.store import connect_store
-from ..errors import KVDistError, WaitTimeout
+from ..errors import Interrupted, WaitTimeout
 from .options import ReplayOptions
 from .outcome import Failure, RankOutcome
 from .rank_main import Seat, leave, run_rank
@@ -61,18 +61,6 @@ class News:
 
 
 OnNews = Callable[[News], None]
-
-
-class Interrupted(KVDistError):
-    """The run was ended by a signal.
-
-    Args:
-        signum: which.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.signum = signum
 
 
 @dataclass(slots=True)
@@ -329,4 +317,4 @@ def _signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-__all__ = ["Interrupted", "News", "first_cause", "news_of", "run_spawned"]
+__all__ = ["News", "first_cause", "news_of", "run_spawned"]

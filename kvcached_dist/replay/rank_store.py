@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CoordinatedStore:
-    """A :class:`~.scheduler.BlockStore` on the coordinator of this rank. Scheduler thread only.
+    """A :class:`~.block_store.BlockStore` on the coordinator of this rank. Scheduler thread only.
 
     Args:
         coordinator: of this rank, started.
@@ -62,6 +62,10 @@ class CoordinatedStore:
         """Blocks free or growable."""
         space = self._coordinator.domains[domain]
         return space.available + space.growable
+
+    def blocks(self, domain: str) -> int:
+        """Blocks but for the null block."""
+        return self._coordinator.domains[domain].blocks - 1
 
     def free(self, domain: str, blocks: Blocks) -> None:
         """Check the stamps, then free."""

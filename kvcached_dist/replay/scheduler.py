@@ -18,32 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import CapacityError
 from .batch import Batch, Item, Totals
+from .block_store import BlockStore
 from .prefix_cache import CacheShape, PrefixCache
 from .sequence import Blocks, Phase, Sequence, Shape
 from .workload import HASH_BLOCK_TOKENS, Request
-
-
-class BlockStore(Protocol):
-    """Where blocks come from. The engine's implementation checks stamps before it frees."""
-
-    def alloc(self, need: Mapping[str, int]) -> dict[str, list[int]] | None:
-        """All of the blocks or none; None is an ordinary miss, equal on all ranks."""
-
-    def headroom(self, domain: str) -> int:
-        """Blocks that are free or that every rank could still back, as the applied log says."""
-
-    def free(self, domain: str, blocks: Blocks) -> None:
-        """Check the stamps, then give the blocks back."""
-
-    def check(self, domain: str, blocks: Blocks) -> None:
-        """Check the stamps of blocks that are about to be reused."""
-
-    def request_eviction(self, tokens: int) -> None:
-        """Ask the leader to log an EVICT; only the leader's call has an effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +37,6 @@ class SchedulerConfig:
         max_running: most requests at once.
         cached_tokens: bound of the prefix cache.
         patience_steps: steps a short request waits for eviction or reclaim before another one is retracted.
-        lone_patience_steps: steps the only request waits before the run ends as too small.
         admission_pause_steps: steps without admissions after one missed.
     """
 
@@ -65,7 +45,6 @@ class SchedulerConfig:
     max_running: int = 256
     cached_tokens: int = 200_000
     patience_steps: int = 8
-    lone_patience_steps: int = 600
     admission_pause_steps: int = 4
 
 
@@ -85,6 +64,8 @@ class Scheduler:
         self.totals = Totals()
         self.running: list[Sequence] = []
         """Admitted requests, oldest first (by position in the trace)."""
+        self.starving: str | None = None
+        """The only request there is and what it lacks, while no memory is found for it and nothing here makes room."""
         self.cache = PrefixCache(_cache_shape(shape), config.cached_tokens)
         self._store = store
         self._requests = requests
@@ -94,7 +75,8 @@ class Scheduler:
         self._ready: list[list[Sequence]] = [[] for _ in range(config.depth)]
         self._in_flight: deque[Batch] = deque()
         self._evict_asked = 0
-        self._head_short_since: int | None = None
+        self._held: dict[str, int] = {}
+        """Blocks that are allocated now, per domain."""
         self._retract = False
         self._admit_from = 0
         self._limit = min(config.max_running, shape.slot_limit)
@@ -216,6 +198,7 @@ class Scheduler:
     def _free(self, freed: Mapping[str, Blocks]) -> None:
         for name, blocks in freed.items():
             if len(blocks):
+                self._held[name] -= len(blocks)
                 self._store.free(name, blocks)
 
     # ------------------------------------------------------------- 3. schedule
@@ -227,7 +210,7 @@ class Scheduler:
             The batch; its writes must be done before the next step.
 
         Raises:
-            CapacityError: the memory is too small for a single request alone.
+            CapacityError: a domain is too small for a single request alone.
         """
         batch = Batch(step)
         group = self._ready[step % self.config.depth]
@@ -315,7 +298,6 @@ class Scheduler:
             if not self.running:
                 batch.short.append((sequence, need))
             return 0
-        self._head_short_since = None
         for name, blocks in (("full", full), ("swa", swa)):
             if len(blocks):
                 self._store.check(name, blocks)
@@ -357,6 +339,10 @@ class Scheduler:
         granted = self._store.alloc(need)
         if granted is None:
             self.totals.misses += 1
+            return None
+        self.starving = None
+        for name, ids in granted.items():
+            self._held[name] = self._held.get(name, 0) + len(ids)
         return granted
 
     def _ask_eviction(self, tokens: int) -> None:
@@ -365,32 +351,36 @@ class Scheduler:
             self._store.request_eviction(tokens)
 
     def _resolve_shortage(self, batch: Batch) -> None:
-        """Requests that hold blocks, or the only one there is, got none: evict, then retract, then give up."""
+        """Requests that hold blocks, or the only one there is, got none: evict, then retract, then wait for memory."""
         sequence, need = min(batch.short, key=lambda item: item[0].request.index)
-        if self.running:
-            since = sequence.short_since = batch.step if sequence.short_since is None else sequence.short_since
-        else:
-            since = self._head_short_since = batch.step if self._head_short_since is None else self._head_short_since
+        since = sequence.short_since = batch.step if sequence.short_since is None else sequence.short_since
+        self.starving = None
         if self.cache.evictable_tokens:
             self._ask_eviction(max(HASH_BLOCK_TOKENS, self.config.chunk_tokens))
-            sequence.short_since = self._head_short_since = batch.step
+            sequence.short_since = batch.step
         elif len(self.running) > 1:
             # The youngest just waits while others progress: they will finish and return their blocks.
             if batch.step - since >= self.config.patience_steps and self.running[-1] is not sequence:
                 self._retract = True
-        elif batch.step - since >= self.config.lone_patience_steps:
-            raise CapacityError(_too_small(sequence, need))
+        else:
+            self._starve(sequence, need)
 
-
-def _too_small(sequence: Sequence, need: Mapping[str, int]) -> str:
-    request = sequence.request
-    wants = ", ".join(f"{count} {name}" for name, count in need.items())
-    return (
-        f"--capacity is too small for request {request.index} alone ({request.prompt_tokens} prompt and "
-        f"{request.output_tokens} output tokens): after {sequence.computed} tokens, holding {len(sequence.full)} full "
-        f"blocks, nothing else running and the prefix cache empty, it needs {wants} more block(s) and some rank has no "
-        "memory for them; give a larger --capacity"
-    )
+    def _starve(self, sequence: Sequence, need: Mapping[str, int]) -> None:
+        """Nothing of this engine can make room: memory has to come from elsewhere, or the domain is too small."""
+        request = sequence.request
+        wants = ", ".join(f"{count} {name}" for name, count in need.items())
+        self.starving = (
+            f"request {request.index} alone ({request.prompt_tokens} prompt and {request.output_tokens} output tokens):"
+            f" after {sequence.computed} tokens, holding {len(sequence.full)} full blocks, nothing else running and the"
+            f" prefix cache empty, it needs {wants} more block(s)"
+        )
+        for name, count in need.items():
+            held, blocks = self._held.get(name, 0), self._store.blocks(name)
+            if held + count > blocks:
+                raise CapacityError(
+                    f"--capacity is too small for {self.starving}, and of {name} there are {blocks}, {held} of them"
+                    " in use; give a larger --capacity"
+                )
 
 
 def _cache_shape(shape: Shape) -> CacheShape:
@@ -403,4 +393,4 @@ def _cache_shape(shape: Shape) -> CacheShape:
     )
 
 
-__all__ = ["BlockStore", "Scheduler", "SchedulerConfig"]
+__all__ = ["Scheduler", "SchedulerConfig"]

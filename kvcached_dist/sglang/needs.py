@@ -33,7 +33,8 @@ class Needs:
         self._chunk = int(chunk) if chunk is not None and chunk > 0 else 0
         self._prefill_max = int(scheduler.max_prefill_tokens)
         self._steps = max(1, int(engine.context("schedule").scheduler_recv_interval or 1))
-        self._per_decode = engine.pages_per_decode(self._page)
+        self._per_running = engine.pages_per_decode(self._page) * self._steps
+        """Token pages that a request takes which decodes, until the next mark."""
         self._drafts = engine.context("spec").speculative_algorithm is not None
         self._running_now = 0
         """Requests that run, as of the last look at the step's needs."""
@@ -77,7 +78,7 @@ class Needs:
         if not count:
             return 0
         self._quiet_since = None
-        return count * self._per_decode * self._steps + 1
+        return count * self._per_running + 1
 
     def pages_and_rows(self, pulled: Sequence[Any]) -> tuple[int, int]:
         """W in token pages of the engine, and in request rows.
@@ -89,17 +90,31 @@ class Needs:
         self._running_now = running = self._running()
         if self._drafts:
             # Adaptive algorithms draft more or less while they serve; the engine asks for each of its batches, too.
-            self._per_decode = engine.pages_per_decode(self._page)
+            self._per_running = engine.pages_per_decode(self._page) * self._steps
         grammar = () if self._grammars is None else self._grammars.grammar_queue
-        queue, chunk = scheduler.waiting_queue, scheduler.chunked_req
-        tokens, longest = self._waiting.look(queue)
-        if not pulled and not queue and chunk is None and not grammar:
-            # Most steps: whoever runs decodes.
-            self.coming_pages = 0
-            if not running:
-                return 0, 0
-            return running * self._per_decode * self._steps + 1, (running if self._widest > 1 else 0) * self._steps
-        waiting = len(queue) + len(grammar)
+        prefill = admitted = self.coming_pages = 0
+        tokens, longest = self._waiting.look(scheduler.waiting_queue)
+        if pulled or scheduler.waiting_queue or scheduler.chunked_req is not None or grammar:
+            prefill, admitted = self._prefill(pulled, grammar, tokens, longest)
+        elif not running:
+            return 0, 0
+        # A request that was admitted takes the rows of its further beams only when its prefill is done.
+        beams = running if self._widest > 1 else 0
+        rows = (admitted * self._widest + beams) * self._steps
+        return prefill * self._steps + running * self._per_running + 1, rows
+
+    def _prefill(self, pulled: Sequence[Any], grammar: Sequence[Any], tokens: int, longest: int) -> tuple[int, int]:
+        """Token pages that a step takes for prompts, and how many requests it may admit; notes what comes in all.
+
+        Args:
+            pulled: requests that were just received.
+            grammar: requests whose grammar is being compiled.
+            tokens: of the engine's queue.
+            longest: prompt in it, in tokens.
+        """
+        scheduler = self._scheduler
+        chunk = scheduler.chunked_req
+        waiting = len(scheduler.waiting_queue) + len(grammar)
         if chunk is not None:
             waiting += 1
             tokens += queued_length(chunk) - engine.prefix_tokens(chunk)
@@ -114,15 +129,11 @@ class Needs:
         tokens = min(tokens, self._chunk or max(self._prefill_max, longest))
         admitted = min(waiting, int(scheduler.max_running_requests) + 1)
         # A step rounds every request up to pages and asks for one page more for each.
-        prefill = -(-tokens // self._page) + 2 * admitted if tokens else 0
-        decode = running * self._per_decode
-        # A request that was admitted takes the rows of its further beams only when its prefill is done.
-        beams = running if self._widest > 1 else 0
-        return (prefill + decode) * self._steps + 1, (admitted * self._widest + beams) * self._steps
+        return -(-tokens // self._page) + 2 * admitted if tokens else 0, admitted
 
     def running_pages(self) -> int:
         """The part of the last W, in token pages, that requests take which decode: they are ended without it."""
-        return self._running_now * self._per_decode * self._steps
+        return self._running_now * self._per_running
 
     def window_pages(self, rows: int, places: int) -> int:
         """What the engine wants beyond W in sliding-window layers before it admits: a window for each request.

@@ -28,7 +28,8 @@ class Profile:
             backing = coordinator.physical.backing
             for name in ("missing_bytes", "reserve", "map", "unmap", "release"):
                 profile._wrap(backing, name, lambda *_, name=name: f"native.{name}")
-            profile._wrap(coordinator._agent, "_deliver", lambda peer, message: f"deliver.{type(message).__name__}")
+            routing = coordinator._agent.routing
+            profile._wrap(routing, "deliver", lambda peer, message: f"deliver.{type(message).__name__}")
             for link in coordinator._agent.links.by_rank.values():
                 profile._wrap(link, "send", lambda message: f"send.{type(message).__name__}")
             profile._wrap(coordinator, "_foreground", lambda *_: "foreground")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_dist import Coordinator, World, _native
-from tests.coordinator.world import GRANULE, config, simple_model
+from kvcached_dist import Coordinator
+from tests.coordinator.world import GRANULE, simple_model, two_on_a_card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -23,21 +23,9 @@ CARD_PAGES = 15
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[list[Coordinator]]:
-    made: list[Coordinator] = []
-    try:
-        for _ in range(2):
-            made.append(
-                Coordinator.start(
-                    world=World(),
-                    stage=simple_model().stage(0, 1),
-                    device=_native.HostDevice(CARD_PAGES * PAGE, GRANULE, card_file=str(tmp_path / "card")),
-                    config=config(beat_s=BEAT_S, lease_s=60.0, gpu_utilization=1.0),
-                )
-            )
-        yield made
-    finally:
-        for coordinator in made:
-            coordinator.close()
+    stage = simple_model().stage(0, 1)
+    with two_on_a_card(tmp_path / "card", CARD_PAGES * PAGE, stage, beat_s=BEAT_S, lease_s=60.0) as engines:
+        yield engines
 
 
 def test_memory_that_a_neighbour_gives_back_is_used_long_before_the_next_beat(engines: list[Coordinator]) -> None:

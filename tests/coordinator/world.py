@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcached_dist import Config, Coordinator, World, _native
@@ -13,7 +15,7 @@ from kvcached_dist.agent_ports import Fence
 from kvcached_dist.coord.core.leader import Leader
 from kvcached_dist.coord.links.store import connect_store
 from kvcached_dist.fault_specs import FaultPlan
-from kvcached_dist.pools.specs import DomainSpec, FillPiece, ModelSpec, PoolSpec
+from kvcached_dist.pools.specs import DomainSpec, FillPiece, ModelSpec, PoolSpec, StageSpec
 
 GRANULE = 4096
 JOIN_S = 50.0
@@ -105,6 +107,21 @@ def config(**overrides: Any) -> Config:
     # Long enough for a machine that runs many other things; no test here waits for a deadline that it does not mean.
     patient = {"growth_deadline_s": 1.0, "lease_s": 10.0, "start_timeout_s": 30.0}
     return Config.preset("tests", **{**quiet, **patient, **overrides})
+
+
+@contextlib.contextmanager
+def two_on_a_card(card: Path, capacity_bytes: int, stage: StageSpec, **overrides: Any) -> Iterator[list[Coordinator]]:
+    """Two engines of one rank each on the same card; they are closed behind the block."""
+    made: list[Coordinator] = []
+    try:
+        for _ in range(2):
+            device = _native.HostDevice(capacity_bytes, GRANULE, card_file=str(card))
+            settings = config(gpu_utilization=1.0, **overrides)
+            made.append(Coordinator.start(world=World(), stage=stage, device=device, config=settings))
+        yield made
+    finally:
+        for coordinator in made:
+            coordinator.close()
 
 
 def run_world(

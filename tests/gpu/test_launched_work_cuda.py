@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,48 @@ def recorded() -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+@contextlib.contextmanager
+def launching(launch: Callable[[], object], wait: Callable[[], object], every: int) -> Iterator[list[int]]:
+    """Launch work from a thread of its own, again and again, while the block runs.
+
+    Args:
+        launch: puts one round of work on a stream.
+        wait: until that stream has done it all.
+        every: rounds between two waits, so that no more than these are queued.
+
+    Yields:
+        The number of rounds; behind the block all of them are done.
+    """
+    stop, rounds = threading.Event(), [0]
+
+    def work() -> None:
+        while not stop.is_set():
+            launch()
+            rounds[0] += 1
+            if rounds[0] % every == 0:
+                wait()
+        wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield rounds
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive(), f"the work of {rounds[0]} rounds does not end"
+
+
+def grow_and_reclaim(rank: Rank, blocks: int, times: int) -> None:
+    """Take so many blocks and give them and their memory back, so many times."""
+    full = rank.coordinator.domains["full"]
+    for _ in range(times):
+        taken = full.alloc(blocks)
+        assert taken is not None
+        full.free(taken)
+        rank.settle()
 
 
 @dataclass
@@ -208,28 +252,16 @@ def test_kernels_on_a_live_page_do_not_notice_growth_and_reclaim_beside_it(tmp_p
         assert live is not None
         page = data[:, int(live[0])]
         page.fill_(1)
-        stop, rounds = threading.Event(), [0]
+        stream: torch.cuda.Stream = torch.cuda.Stream(card)  # type: ignore[no-untyped-call]
 
-        def spin() -> None:
-            with torch.cuda.stream(torch.cuda.Stream(card)):  # type: ignore[no-untyped-call]
-                while not stop.is_set():
-                    page.add_(1)
-                    rounds[0] += 1
-                    if rounds[0] % 200 == 0:
-                        torch.cuda.current_stream().synchronize()
-                torch.cuda.current_stream().synchronize()
+        def add() -> None:
+            with torch.cuda.stream(stream):
+                page.add_(1)
 
-        kernels = threading.Thread(target=spin)
-        kernels.start()
-        coordinator.idle(True)
-        created = rank.device.counters().handles_created
-        for _ in range(1000):
-            blocks = full.alloc(1)
-            assert blocks is not None
-            full.free(blocks)
-            rank.settle()
-        stop.set()
-        kernels.join(60)
+        with launching(add, stream.synchronize, every=200) as rounds:
+            coordinator.idle(True)
+            created = rank.device.counters().handles_created
+            grow_and_reclaim(rank, 1, 1000)
         torch.cuda.synchronize()
         # A page of a granule of its own: every growth of it is a create in each layer.
         created = rank.device.counters().handles_created - created
@@ -276,26 +308,14 @@ def test_kernels_of_another_card_read_published_pages_while_others_are_reclaimed
             oracle.allow(backing.base(0) + offset, size, neighbour.index)
         reader, ids = oracle.Reader(neighbour), live.to(neighbour)
         torch.cuda.synchronize(neighbour)
-        stop, looks = threading.Event(), [0]
 
         def look() -> None:
-            while not stop.is_set():
-                for layer in range(len(data)):
-                    reader.launch(data[layer], ids, 9)
-                looks[0] += 1
-                if looks[0] % 50 == 0:
-                    reader.wait()
+            for layer in range(len(data)):
+                reader.launch(data[layer], ids, 9)
 
-        looking = threading.Thread(target=look)
-        looking.start()
-        coordinator.idle(True)
-        for _ in range(200):
-            blocks = full.alloc(16)
-            assert blocks is not None
-            full.free(blocks)
-            rank.settle()
-        stop.set()
-        looking.join(60)
+        with launching(look, reader.wait, every=50) as looks:
+            coordinator.idle(True)
+            grow_and_reclaim(rank, 16, 200)
         return reader.mismatches(), looks[0] > 100
 
     found = run_world(body, tp=2, model=model(64), settings=settings(tmp_path), devices=devices())

@@ -11,7 +11,7 @@ import pytest
 from kvcached_dist.coord.core.errors import LinkDown
 from kvcached_dist.coord.core.messages import Bye, Drained, Fail, Map, Mapped, Message, Snapshot, SnapshotRun
 from kvcached_dist.coord.core.types import Cause, CauseKind, DomainId, Epoch, PageId, Rank, Run, Txn
-from kvcached_dist.coord.links import gloo, memory
+from kvcached_dist.coord.links import memory, outbox
 from kvcached_dist.coord.links.bounded import StoreConnections, run_bounded
 from kvcached_dist.coord.links.gloo import GlooLink
 from kvcached_dist.coord.links.link import OUTBOX_FRAMES_MAX, Link
@@ -278,7 +278,7 @@ def test_full_outbox_ends_the_link_instead_of_blocking_or_losing(
     open_pair: OpenPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert OUTBOX_FRAMES_MAX >= 1024
-    for module in (gloo, memory):
+    for module in (outbox, memory):
         monkeypatch.setattr(module, "OUTBOX_FRAMES_MAX", 50)
     leader_link, follower_link = open_pair()
     release = threading.Event()

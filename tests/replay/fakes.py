@@ -54,6 +54,9 @@ class FakeStore:
     def headroom(self, domain: str) -> int:
         return len(self.free_ids[domain])
 
+    def blocks(self, domain: str) -> int:
+        return self.sizes[domain]
+
     def free(self, domain: str, blocks: Blocks) -> None:
         self._compare(domain, blocks, "free")
         assert not set(blocks.ids) & set(self.free_ids[domain]), "freed twice"

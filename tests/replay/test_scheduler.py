@@ -194,7 +194,7 @@ def test_cached_prefixes_go_before_anybody_is_retracted() -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_request_that_cannot_fit_alone_ends_the_run_with_a_clear_error(depth: int) -> None:
-    alone = run([request(0, 100_000, 10)], TIGHT, depth=depth, lone_patience_steps=20)
+    alone = run([request(0, 100_000, 10)], TIGHT, depth=depth)
     with pytest.raises(
         CapacityError, match=r"--capacity is too small for request 0 alone \(100000 prompt and 10 output"
     ):
@@ -202,9 +202,47 @@ def test_a_request_that_cannot_fit_alone_ends_the_run_with_a_clear_error(depth: 
 
 
 def test_a_first_chunk_that_never_fits_ends_the_run_too() -> None:
-    alone = run([request(0, 4000, 10)], {"full": 4, "swa": 4, "rows": 1}, lone_patience_steps=20)
-    with pytest.raises(CapacityError, match="request 0 alone"):
-        alone.finish(steps_max=2000)
+    alone = run([request(0, 4000, 10)], {"full": 4, "swa": 4, "rows": 1})
+    with pytest.raises(CapacityError, match=r"request 0 alone .* of full there are 4, 0 of them in use"):
+        alone.one_step()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("admitted", [False, True])
+def test_a_request_that_would_fit_waits_for_memory_from_elsewhere(depth: int, admitted: bool) -> None:
+    """No number of steps ends it: how long memory takes to come is not a matter of steps."""
+    there = [True]
+    store = FakeStore(ROOMY, misses=lambda _: not there[0])
+    alone = run([request(0, 5000, 300)], store=store, depth=depth)
+    for _ in range(5 if admitted else 0):
+        alone.one_step()
+    assert bool(alone.scheduler.running) == admitted
+    there[0] = False
+    for _ in range(5000):
+        alone.one_step()
+    assert alone.scheduler.starving is not None
+    assert "request 0 alone (5000 prompt and 300 output tokens)" in alone.scheduler.starving
+    there[0] = True
+    for _ in range(depth):
+        alone.one_step()
+    assert alone.scheduler.starving is None
+    alone.finish()
+    assert_clean(alone)
+
+
+def test_a_request_beside_others_does_not_starve() -> None:
+    """Others will give memory back, or be retracted."""
+    there = [True]
+    both = run([request(0, 1000, 300), request(1, 1000, 300)], store=FakeStore(ROOMY, misses=lambda _: not there[0]))
+    both.one_step()
+    assert len(both.scheduler.running) == 2
+    there[0] = False
+    while len(both.scheduler.running) == 2:
+        assert both.scheduler.starving is None
+        both.one_step()
+    while both.scheduler.starving is None:
+        both.one_step()
+    assert "request 0 alone" in both.scheduler.starving
 
 
 def test_a_miss_while_blocks_are_available_is_a_signal_not_an_error() -> None:

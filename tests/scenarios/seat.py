@@ -14,6 +14,7 @@ from kvcached_dist.coord.core.messages import Beat, Message
 from kvcached_dist.coord.core.types import Cause, CauseKind, Rank, Tick
 from kvcached_dist.marks import Marks
 from tests.simulation.hardware import RankMemory
+from tests.simulation.taps import TappedRouting
 
 from .words import show, show_entry
 
@@ -48,27 +49,31 @@ class Wire:
         self.waiting.append(message)
 
 
-class SeatAgent(Agent):
-    rank_of: Seat
+class SeatRouting(TappedRouting):
+    """Says what a rank sends itself, notes, and how it ends."""
 
-    def _send_to(self, to: Rank, message: Message) -> None:
-        if to == self.rank:
-            self.rank_of.world.say(f"{to}>{to} {show(message)}")
-        super()._send_to(to, message)
+    def __init__(self, seat: Seat, agent: Agent) -> None:
+        super().__init__(agent, SeatFaults(seat), seat.world.clock)
+        self._seat = seat
 
-    def _carry_out(self, effect: Effect) -> None:
-        world = self.rank_of.world
+    def send(self, to: Rank, message: Message) -> None:
+        if to == self._seat.rank:
+            self._seat.world.say(f"{to}>{to} {show(message)}")
+        super().send(to, message)
+
+    def carry_out(self, effect: Effect) -> None:
+        seat = self._seat
         if isinstance(effect, Note):
-            world.say(f"{self.rank}: {effect.text}")
+            seat.world.say(f"{seat.rank}: {effect.text}")
         elif isinstance(effect, GroupDown):
-            world.say(f"{self.rank}: GROUP DOWN {effect.cause} (during {effect.phase})")
-        super()._carry_out(effect)
+            seat.world.say(f"{seat.rank}: GROUP DOWN {effect.cause} (during {effect.phase})")
+        super().carry_out(effect)
 
 
 class SeatMarks(Marks):
     """Says what takes effect."""
 
-    def __init__(self, seat: Seat, agent: SeatAgent) -> None:
+    def __init__(self, seat: Seat, agent: Agent) -> None:
         super().__init__(agent.rank, agent.replica, agent.participant, seat, SeatFaults(seat))
         self._seat = seat
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvcached_dist.agent import Timing
+from kvcached_dist.agent import Agent, Timing
 from kvcached_dist.coord.core.entries import Evict, Grant, PositionKind
 from kvcached_dist.coord.core.errors import GroupFailed, LinkDown
 from kvcached_dist.coord.core.leader import Leader
@@ -17,7 +17,7 @@ from kvcached_dist.coord.core.types import DomainId, Epoch, PageId, Rank, Run, T
 from tests.simulation.hardware import Card, PoolModel, RankMemory
 from tests.simulation.pool import ListPool
 
-from .seat import Clock, Seat, SeatAgent, SeatFaults, SeatFence, SeatMarks, Wire
+from .seat import Clock, Seat, SeatFaults, SeatFence, SeatMarks, SeatRouting, Wire
 from .words import EPOCH, show, show_ids
 
 MS = 1_000
@@ -81,7 +81,7 @@ class World:
             links[Rank(peer)] = self.wires[seat.rank, peer] = Wire(self, seat.rank, peer)
         lists = [ListPool(pages, size, ordered=True) for pages, size in zip(self.pages, self.sizes, strict=True)]
         replica = Replica(Rank(seat.rank), lists, self.sizes)
-        seat.agent = SeatAgent(  # type: ignore[attr-defined]
+        seat.agent = Agent(  # type: ignore[attr-defined]
             rank=Rank(seat.rank),
             epoch=EPOCH,
             replica=replica,
@@ -94,15 +94,15 @@ class World:
             make_fence=lambda: SeatFence(seat),
             now=self.clock,
         )
-        seat.agent.rank_of = seat  # type: ignore[attr-defined]
         seat.agent.marks = SeatMarks(seat, seat.agent)  # type: ignore[attr-defined]
+        seat.agent.routing = SeatRouting(seat, seat.agent)  # type: ignore[attr-defined]
         seat.pools = lists  # type: ignore[attr-defined]
         if seat.rank == 0:
             peers = [
                 Peer(s.memory.page_bytes(len(self.pages)), s.budget_bytes(), Tick(0), (0,) * len(s.memory.pools))
                 for s in self.seats
             ]
-            seat.agent.leader = Leader(EPOCH, self.policy, replica, self.pages, peers, Tick(0))  # type: ignore[attr-defined]
+            seat.agent.routing.leader = Leader(EPOCH, self.policy, replica, self.pages, peers, Tick(0))  # type: ignore[attr-defined]
 
     def _begin(self) -> None:
         null = tuple(Run(DomainId(domain), PageId(0), 1) for domain in range(len(self.pages)))
@@ -117,12 +117,12 @@ class World:
     # ------------------------------------------------------------------ reading
 
     @property
-    def leader_agent(self) -> SeatAgent:
+    def leader_agent(self) -> Agent:
         return self.seats[0].agent  # type: ignore[attr-defined, no-any-return]
 
     @property
     def leader(self) -> Leader:
-        leader = self.leader_agent.leader
+        leader = self.leader_agent.routing.leader
         assert leader is not None
         return leader
 
@@ -178,7 +178,7 @@ class World:
     def work(self, rank: int) -> bool:
         """The next driver work of a rank is done; whether there was any."""
         seat = self.seats[rank]
-        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+        agent: Agent = seat.agent  # type: ignore[attr-defined]
         if not agent.work.queue or seat.silent or seat.dead:
             return False
         work = agent.work.queue.popleft()
@@ -194,7 +194,7 @@ class World:
         """Report fences that have passed; whether any had."""
         passed = False
         for seat in self.seats:
-            agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+            agent: Agent = seat.agent  # type: ignore[attr-defined]
             if not (seat.silent or seat.dead) and any(item.fence.done() for item in agent.fences.waiting):
                 agent.fences.poll()
                 passed = True
@@ -249,7 +249,7 @@ class World:
     # ------------------------------------------------------------------ the engine of one rank
 
     def _alloc(self, seat: Seat, needs: dict[int, int], number: int) -> bool:
-        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+        agent: Agent = seat.agent  # type: ignore[attr-defined]
         replica, wanted = agent.replica, {DomainId(domain): count for domain, count in needs.items()}
         hit = all(count <= replica.available(domain) for domain, count in wanted.items())
         if not hit:
@@ -276,8 +276,8 @@ class World:
         return True
 
     def _meet(self, seat: Seat, needs: dict[DomainId, int]) -> bool | None:
-        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
-        leader, op = agent.leader, agent.replica.op_index
+        agent: Agent = seat.agent  # type: ignore[attr-defined]
+        leader, op = agent.routing.leader, agent.replica.op_index
         if leader is None:
             if not agent.marks.waiting:
                 return None
@@ -310,22 +310,20 @@ class World:
         return True
 
     def _step(self, seat: Seat) -> bool:
-        agent: SeatAgent = seat.agent  # type: ignore[attr-defined]
+        agent: Agent = seat.agent  # type: ignore[attr-defined]
         number = seat.steps
-        if agent.leader is None:
+        if agent.routing.leader is None:
             if not agent.marks.waiting:
                 return False
             with agent.entered():
                 mark = agent.next_mark(PositionKind.STEP, number)
-                agent.step_done = number
                 agent.apply(mark)
         else:
             with agent.entered():
-                mark = agent.leader.mark(PositionKind.STEP, number, self.clock())
-                agent.step_done = number
+                mark = agent.routing.leader.mark(PositionKind.STEP, number, self.clock())
                 agent.broadcast(mark)
                 agent.apply(mark)
-                agent.leader.demand.background()
+                agent.routing.leader.demand.background()
         seat.steps += 1
         evicted = sum(entry.tokens for entry in mark.entries if isinstance(entry, Evict))
         if evicted:

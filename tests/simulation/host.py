@@ -22,7 +22,7 @@ from kvcached_dist.coord.core.types import DomainId, Epoch, Rank
 
 from .hardware import RankMemory
 from .pool import ListPool
-from .taps import BatchFence, Drops, SimAgent, SimMarks
+from .taps import BatchFence, Drops, SimAgent, SimMarks, SimRouting
 from .worker import SimWorker
 from .workload import Alloc, Free, Hint, Ids, Op, Program, Step, Workload
 
@@ -123,7 +123,8 @@ class Host:
         )
         self.agent.host = self
         self.agent.marks = SimMarks(self, self.agent)
-        self.agent.leader = leader
+        self.agent.routing = SimRouting(self, self.agent)
+        self.agent.routing.leader = leader
         self.leader = leader
         self.replica = replica
         self.workload.within_reach = self._within_reach
@@ -380,7 +381,6 @@ class Host:
                 return BLOCKED
             with agent.entered():
                 mark = agent.next_mark(PositionKind.STEP, op.number)
-                agent.step_done = op.number
                 agent.apply(mark)
         else:
             tokens = self.cluster.evictions(op)
@@ -389,7 +389,6 @@ class Host:
                     self.leader.evict(tokens)
             with agent.entered():
                 mark = self.leader.mark(PositionKind.STEP, op.number, self.cluster.clock())
-                agent.step_done = op.number
                 agent.broadcast(mark)
                 agent.apply(mark)
                 self.leader.demand.background()

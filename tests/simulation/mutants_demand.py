@@ -20,6 +20,13 @@ DEMAND = (
         "if pressed or demand else demand.returnable_pages(domain)\n",
     ),
     Mutant(
+        "what-a-queue-did-not-take-stays",
+        "quantities: what was needed once is kept while the engine is busy, however long it has been free since",
+        CORE + "policy.py",
+        "            self._previous = self._current\n            self._current = number\n",
+        "            self._previous = self._current\n            self._current = min(number, self._current)\n",
+    ),
+    Mutant(
         "what-the-next-prompt-takes-goes",
         "quantities: the floor of a reclaim is the growth watermark, which short memory lowers",
         CORE + "reclaim.py",

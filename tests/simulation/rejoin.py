@@ -107,7 +107,7 @@ class Reform:
             leader_here = leader if host.rank == 0 else None
             host.assemble(self.epoch, cluster.links(host, self.epoch), leader_here, replica, participant)
             # Only when everybody has joined does rank 0 have a leader again.
-            host.agent.leader = None
+            host.agent.routing.leader = None
             with host.agent.entered():
                 participant.on_snapshot(snapshot)
             host.settle()
@@ -129,7 +129,7 @@ class Reform:
             cluster.oracle.joined(host.rank, self.snapshot, restarted=host.rank == self.restarted)
             host.heard = dict.fromkeys(host.links, cluster.loop.now)
         cluster.leader.begin_epoch(self.epoch, first.replica, cluster.peers(), cluster.clock())
-        first.agent.leader = first.leader
+        first.agent.routing.leader = first.leader
         cluster.reform = None
         cluster.report.epochs += 1
         for host in cluster.hosts:

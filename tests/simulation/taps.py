@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvcached_dist.agent import Agent
+from kvcached_dist.agent import Agent, Faults
 from kvcached_dist.coord.core.entries import Entry, Mark
 from kvcached_dist.coord.core.messages import Message
-from kvcached_dist.coord.core.types import Rank
+from kvcached_dist.coord.core.types import Rank, Tick
 from kvcached_dist.marks import Marks
+from kvcached_dist.routing import Routing
 
 from .schedule import ANSWERS_OF, Fault
 
@@ -17,18 +19,45 @@ if TYPE_CHECKING:
 
 
 class SimAgent(Agent):
-    """The agent of a host; everything that it sends passes the oracle first."""
+    """The agent of a host; every mark that it sends passes the oracle first."""
 
     host: Host
-
-    def _send_to(self, to: Rank, message: Message) -> None:
-        self.host.sends(to, message)
-        super()._send_to(to, message)
 
     def broadcast(self, mark: Mark) -> None:
         """Send a mark to every follower."""
         self.host.marks(mark)
         super().broadcast(mark)
+
+
+class TappedRouting(Routing):
+    """The routing of an agent, to be listened to: takes the place of the one that the agent has made."""
+
+    def __init__(self, agent: Agent, faults: Faults, now: Callable[[], Tick]) -> None:
+        super().__init__(
+            agent.rank,
+            agent.epoch,
+            agent.participant,
+            agent.marks,
+            agent.links,
+            agent.ending,
+            put_work=agent.work.put,
+            take_fence=agent.take_fence,
+            faults=faults,
+            now=now,
+        )
+
+
+class SimRouting(TappedRouting):
+    """The routing of a host; every other message that it sends passes the oracle first."""
+
+    def __init__(self, host: Host, agent: Agent) -> None:
+        super().__init__(agent, host.drops, host.cluster.clock)
+        self._host = host
+
+    def send(self, to: Rank, message: Message) -> None:
+        """Send a message of the core, to this rank itself too."""
+        self._host.sends(to, message)
+        super().send(to, message)
 
 
 class SimMarks(Marks):

@@ -63,6 +63,7 @@ ARCHITECTURE = {
             "marks",
             "physical",
             "rank_links",
+            "routing",
         ),
         imports=BELOW_AGENT,
         external=("torch",),

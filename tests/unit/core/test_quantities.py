@@ -95,6 +95,50 @@ def test_a_long_run_that_was_refused_is_not_asked_for_again() -> None:
     assert rig.open_runs == {0: 40}
 
 
+def queue_of_cached_prompts(*, free: int, taken: int) -> Rig:
+    """An engine with ``free`` pages and a queue of 60 that was grown for, but takes only ``taken``, the first ones."""
+    rig = Rig(1000 * PAGE, run_pages_max=2, run_share=4, reserved_pages_min=5, reserved_pages_max=10)
+    rig.grow(run(0, 21))
+    rig.lists[0].take(21 - free)
+    rig.leader.demand.coming = [60]
+    rig.step(wanted={0: 30})
+    assert rig.open_runs == {0: 60 - free}
+    rig.finish()
+    rig.step(wanted={0: 30})
+    rig.leader.demand.coming = [0]
+    rig.lists[0].take(taken)
+    return rig
+
+
+def seconds_until_returned(rig: Rig, longest_s: int) -> tuple[float, int]:
+    """Steps of 1 ms that just decode, until the engine gives something back: seconds and pages; 0 pages: nothing."""
+    for step in range(longest_s * 1000):
+        rig.step(wanted={0: 2})
+        if pages := sum(rig.open_runs.values()):
+            rig.finish()
+            return step / 1000, pages
+    return longest_s, 0
+
+
+def test_what_was_grown_for_cached_prompts_goes_back_while_the_engine_is_busy() -> None:
+    """Nobody has needed it for a whole window; W of the prompts counts for as long."""
+    rig = queue_of_cached_prompts(free=15, taken=3)
+    assert rig.leader.tables[0].count(PageState.PUBLISHED) == 21 + 45
+    seconds, pages = seconds_until_returned(rig, 10)
+    assert pages == 45
+    assert 2 <= seconds <= 2 * 2 + 0.1
+
+
+def test_what_was_grown_for_cached_prompts_stays_while_a_part_of_it_is_what_is_kept_free() -> None:
+    """A run goes whole: seven pages would be left, and while busy ten stay free. Three more, and it goes."""
+    rig = queue_of_cached_prompts(free=15, taken=8)
+    assert seconds_until_returned(rig, 10) == (10, 0)
+    rig.lists[0].give(3)
+    seconds, pages = seconds_until_returned(rig, 10)
+    assert pages == 45
+    assert 2 <= seconds <= 2 * 2 + 0.1
+
+
 def test_a_share_of_less_than_a_page_is_a_page_where_it_fits() -> None:
     found = Rig(10 * PAGE, domains=2).leader.memory.fitting({DomainId(0): 95, DomainId(1): 5})
     assert found == {0: 9, 1: 1}
