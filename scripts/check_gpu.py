@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""The tests of cards, and the memory checker below them, on the card of this machine.
+
+    scripts/check_gpu.py --json docs/benchmarks/data/tests-gpu-h200.json
+    scripts/check_gpu.py --memcheck --json docs/benchmarks/data/memcheck-h200.json
+    scripts/check_gpu.py -- -k graphs -x
+
+Runs ``tests/gpu`` with the interpreter that runs this, in which kvcached_dist must be installed. ``--memcheck`` runs
+them below ``compute-sanitizer --tool memcheck``, with every process that they start: it sees each access of a kernel,
+and each call of the driver. Refusals of the driver are what some of these tests are about, so those do not count.
+
+Exit 0: every test passed (and no process had an error), 1: not so, 2: it could not be tried here, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NOT_BELOW_THE_CHECKER = ("tests/gpu/test_oracle_cuda.py::test_the_driver_counts_the_same_bytes",)
+"""Compares two looks at the free memory of the card, and the checker takes memory of its own in between."""
+
+SANITIZER = (
+    "compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no",
+    "--error-exitcode", "86",
+)  # fmt: skip
+
+SUMMARY = re.compile(r"^========= ERROR SUMMARY: (\d+) errors?", re.MULTILINE)
+HEADER = re.compile(r"^========= (COMPUTE-SANITIZER|ERROR SUMMARY|LEAK SUMMARY|$)")
+SHOWN_LINES = 40
+"""Of what the checker says of one process."""
+
+
+class NotHere(Exception):
+    """It cannot be tried on this machine."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test.
+
+    Attributes:
+        test: module and name.
+        seconds: of the call, with fixtures.
+        outcome: ``passed``, ``failed``, ``error`` or ``skipped``.
+        said: why, where it did not pass.
+    """
+
+    test: str
+    seconds: float
+    outcome: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the memory checker says of one process.
+
+    Attributes:
+        errors: as it counts them; ``None``: it was killed before it could, as some tests do to it.
+        said: its lines but for the header, the first ones.
+    """
+
+    errors: int | None
+    said: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Nothing was found as long as it was watched."""
+        return not self.errors and not self.said
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memcheck", action="store_true", help="below compute-sanitizer")
+    parser.add_argument("--json", type=Path, help="write command, machine and outcomes to this file")
+    parser.add_argument("--limit-s", type=float, default=3600, help="end it after so many seconds")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind --")
+    chosen = parser.parse_args(arguments)
+    try:
+        report = describe(chosen)
+    except NotHere as error:
+        print(f"check_gpu: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        ended = run(chosen, Path(folder))
+        tests = read_tests(Path(folder) / "tests.xml")
+        checked = [read_checked(path) for path in sorted(Path(folder).glob("*.memcheck"))]
+    report |= {"seconds": round(time.monotonic() - began, 1), "exit_status": ended}
+    report["tests"] = [{key: value for key, value in asdict(test).items() if value != ""} for test in tests]
+    if chosen.memcheck:
+        report["processes"] = [asdict(process) for process in checked]
+    wrong = problems(ended, tests, checked if chosen.memcheck else None)
+    report["problems"] = wrong
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(report) + "\n")
+    print(in_words(tests, checked if chosen.memcheck else None), *wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+def describe(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Everything that a reader needs to judge the outcome.
+
+    Raises:
+        NotHere: no usable card, or no memory checker where one is asked for.
+    """
+    from kvcached_dist import __version__, _native
+
+    usable, reason = _native.cuda_available()
+    if not usable:
+        raise NotHere(f"no test of cards can run here: {reason}")
+    if chosen.memcheck and shutil.which(SANITIZER[0]) is None:
+        raise NotHere(f"{SANITIZER[0]} is not on the PATH; it comes with the CUDA toolkit")
+    import torch
+
+    cards = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    found: dict[str, Any] = {
+        "command": shlex.join(["scripts/check_gpu.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "version": __version__,
+        "cards": cards,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if chosen.memcheck:
+        version = [line for line in _said(SANITIZER[0], "--version").splitlines() if "ersion" in line]
+        found |= {"checker": version[-1] if version else "unknown", "left_out": list(NOT_BELOW_THE_CHECKER)}
+    return found
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({error})"
+
+
+def run(chosen: argparse.Namespace, folder: Path) -> int:
+    """Run the tests; their exit status, 124 when they took too long.
+
+    Args:
+        chosen: arguments of this script.
+        folder: gets the outcomes, ``tests.xml`` and a ``*.memcheck`` per process.
+    """
+    below: tuple[str, ...] = ()
+    more: list[str] = []
+    if chosen.memcheck:
+        below = (*SANITIZER, "--log-file", str(folder / "%p.memcheck"))
+        # Kernels take many times as long there. Tests that say themselves how long they may take have the time.
+        more = ["-o", "timeout=600", *(f"--deselect={name}" for name in NOT_BELOW_THE_CHECKER)]
+    command = [
+        *below, sys.executable, "-m", "pytest", "--lane", "gpu", "tests/gpu", f"--junitxml={folder / 'tests.xml'}",
+        "-o", "junit_family=xunit2", *more, *chosen.pytest,
+    ]  # fmt: skip
+    try:
+        return subprocess.run(command, cwd=ROOT, timeout=chosen.limit_s).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+
+
+def read_tests(path: Path) -> list[Test]:
+    """Outcomes as pytest has written them; none where it did not come so far."""
+    if not path.exists():
+        return []
+    found = []
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        outcome, said = "passed", ""
+        for child in case:
+            if child.tag in ("failure", "error", "skipped"):
+                outcome = "failed" if child.tag == "failure" else child.tag
+                said = (child.get("message") or "").splitlines()[0][:300] if child.get("message") else ""
+        name = f"{case.get('classname')}::{case.get('name')}"
+        found.append(Test(name, round(float(case.get("time") or 0), 2), outcome, said))
+    return found
+
+
+def read_checked(path: Path) -> Checked:
+    """What the memory checker has written of one process."""
+    text = path.read_text(errors="replace")
+    counts = [int(count) for count in SUMMARY.findall(text)]
+    said = [line for line in text.splitlines() if line.startswith("=========") and not HEADER.match(line)]
+    return Checked(sum(counts) if counts else None, tuple(said[:SHOWN_LINES]))
+
+
+def problems(ended: int, tests: Sequence[Test], checked: Sequence[Checked] | None) -> list[str]:
+    """Why this is no success; empty: it is one."""
+    wrong = [test for test in tests if test.outcome in ("failed", "error")]
+    found = [f"{test.outcome}: {test.test} {test.said}".rstrip() for test in wrong]
+    if ended == 124:
+        found.append("ended because it took too long: give it more time with --limit-s")
+    elif ended and not found:
+        found.append(f"ended with {ended}")
+    if not any(test.outcome == "passed" for test in tests):
+        found.append("no test has passed")
+    if checked is not None:
+        if not any(process.errors is not None for process in checked):
+            found.append("the memory checker has watched no process to its end")
+        found += [
+            "\n".join((f"memory checker, in a process: {process.errors} errors", *process.said))
+            for process in checked
+            if not process.clean
+        ]
+    return found
+
+
+def in_words(tests: Sequence[Test], checked: Sequence[Checked] | None) -> str:
+    """One line for people."""
+    outcomes = [test.outcome for test in tests]
+    text = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "error", "skipped"))
+    if checked is None:
+        return text
+    killed = sum(process.errors is None for process in checked)
+    errors = sum(process.errors or 0 for process in checked)
+    return f"{text}; memory checker: {errors} errors in {len(checked)} processes, {killed} of them killed by a test"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
