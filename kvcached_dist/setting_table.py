@@ -179,6 +179,14 @@ class ProtocolSettings(KnownSettings):
         "s",
         world=True,
     )
+    compaction: bool = setting_field(
+        True,
+        "KVCACHED_DIST_COMPACTION",
+        Switch(),
+        "SGLang: what the prefix cache keeps is moved together when the engine is idle, so that the memory between"
+        " cached tokens goes back. Off: it stays where it is, and runs with a cached token in them stay mapped.",
+        world=True,
+    )
     start_timeout_s: float = setting_field(
         600.0, "KVCACHED_DIST_START_TIMEOUT_S", Seconds(600), "Longest wait for all ranks at start.", "s", world=True
     )

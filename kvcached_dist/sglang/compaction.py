@@ -131,6 +131,7 @@ class Compaction:
         lists: the engine's free lists, by domain.
         scheduler: the engine's, with its prefix cache.
         stages: pipeline stages.
+        wanted: the setting; equal on all ranks.
 
     Attributes:
         unsupported: why nothing is ever moved in this engine; empty: it can be.
@@ -138,12 +139,14 @@ class Compaction:
     Threads: the scheduler thread.
     """
 
-    def __init__(self, lists: Mapping[str, TokenList | RowList], scheduler: Any, stages: int) -> None:
+    def __init__(
+        self, lists: Mapping[str, TokenList | RowList], scheduler: Any, stages: int, *, wanted: bool = True
+    ) -> None:
         self._scheduler = scheduler
         self._known: Any = lists[specs.FULL]
         self._next_look = 0.0
         try:
-            self.unsupported = _unsupported(lists, scheduler, stages)
+            self.unsupported = _unsupported(lists, scheduler, stages) if wanted else "KVCACHED_DIST_COMPACTION is off"
             if not self.unsupported:
                 self._holders()
         except (AttributeError, ImportError) as error:

@@ -206,7 +206,8 @@ class Runtime:
 
     def _compacting(self) -> Compaction:
         if self._compaction is None:  # not before the engine has its prefix cache
-            self._compaction = Compaction(self.lists, self._scheduler, self.started.stage.pp_size)
+            stages, wanted = self.started.stage.pp_size, self.config.compaction
+            self._compaction = Compaction(self.lists, self._scheduler, stages, wanted=wanted)
         return self._compaction
 
     def admit(self, owner: Any, ids: Any) -> Any:

@@ -167,8 +167,8 @@ class Idle:
         return 0
 
 
-def serving(engine: Engine, log: Log, budget: int) -> Plugin:
-    plugin = Plugin(Config.preset("tests", max_cached_tokens=budget))
+def serving(engine: Engine, log: Log, budget: int, *, wanted: bool = True) -> Plugin:
+    plugin = Plugin(Config.preset("tests", max_cached_tokens=budget, compaction=wanted))
     plugin.runtime.take_over(
         specs.Takeover(log.stage, {specs.FULL: BLOCKS}), cast(Any, log), {specs.FULL: engine.known}
     )  # fmt: skip
@@ -228,6 +228,19 @@ def test_an_idle_engine_within_its_budget_asks_once_for_a_mark(small: Engine) ->
     needs.now = True
     plugin.runtime.decide([])
     assert (log.evictions, log.compactions) == ([], 2), "there is nothing left to move"
+
+
+def test_switched_off_nothing_moves_and_the_log_says_so(small: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    plugin = serving(small, log, 10_000, wanted=False)
+    plugin.runtime._needs = cast(Any, Idle())
+    caplog.set_level("INFO", "kvcached_dist.sglang")
+    plugin.runtime.decide([])
+    log.entries, state = (Evict(0),), small.state()
+    plugin.runtime.apply(Mark((b"x",)))
+    assert (log.compactions, plugin.runtime.compacted_tokens) == (0, 0)
+    assert equal(small.state(), state)
+    assert "possible=no why='cached prefixes stay where they are: KVCACHED_DIST_COMPACTION is off'" in caplog.text
 
 
 def test_a_rank_that_cannot_move_ends_the_group_with_a_reason(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

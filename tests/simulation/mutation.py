@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +118,28 @@ def run_one(mutant: Mutant) -> Verdict:
 
 def run_all(only: str, jobs: int) -> int:
     """Run the mutants whose name contains ``only``; exit status 0 when every one was found."""
-    chosen = [mutant for mutant in ALL if only in mutant.name]
-    baseline = run_one(UNBROKEN)
+    return look_for([mutant for mutant in ALL if only in mutant.name], UNBROKEN, run_one, jobs)
+
+
+def look_for(chosen: Sequence[Mutant], unbroken: Mutant, run: Callable[[Mutant], Verdict], jobs: int) -> int:
+    """Look for mutants and say what became of each.
+
+    Args:
+        chosen: which ones.
+        unbroken: a change that breaks nothing, and must not be found.
+        run: looks for one.
+        jobs: so many at the same time.
+
+    Returns:
+        Exit status: 0 when every one was found, and there was one.
+    """
+    baseline = run(unbroken)
     if baseline.found_by != NOT_FOUND:
         print(f"without a mutant there is already a violation: {baseline.found_by}")
         return 1
     verdicts = []
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        for future in as_completed([pool.submit(run_one, mutant) for mutant in chosen]):
+        for future in as_completed([pool.submit(run, mutant) for mutant in chosen]):
             verdict = future.result()
             verdicts.append(verdict)
             print(f"{verdict.mutant.name:38} {verdict.seconds:6.1f} s  {verdict.found_by}", flush=True)
