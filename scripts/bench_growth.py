@@ -15,6 +15,9 @@ several, ``--cards``) or on host memory:
 Each series has two warm-ups. *Sustained* is a row of growths without a free; its rate counts the bytes of the pages
 that were asked for, not the granules. *Allowed* is 1.25 x floor + 0.5 ms; the share allowed for sustained growth is
 0.8 of the floor.
+
+``--profile`` says where the time of each growth goes, and measures the floor in lock step beside it. Measured too are
+alloc and free without growth, and how much comes back at 50 % random occupancy (``--only-occupancy``: nothing else).
 """
 
 from __future__ import annotations
@@ -53,17 +56,19 @@ def main() -> int:
         report = describe(arguments, options)
         machine = f"driver {report['driver']}, {report['cpus']} CPUs, load {report['load']}"
         console.print(f"[bold]{report['card']}[/], {machine}")
-        for ranks in arguments.ranks:
-            report["cells"] += measure(console, options, ranks)
-            write(arguments.json, report)
+        if not arguments.only_occupancy:
+            for ranks in arguments.ranks:
+                report["cells"] += measure(console, options, ranks)
+                write(arguments.json, report)
     if not arguments.no_blocks:
         report["blocks"] = blocks.measure()
         report["blocks_beside"] = blocks.beside(arguments.backend)
         tables.blocks(console, report["blocks"], report["blocks_beside"])
     if not arguments.no_occupancy:
         device = rank.make_device(options, 1)
-        report["occupancy"] = occupancy.measure(device, options.layers[0], options.runs)
+        report["occupancy"] = occupancy.measure(device, options.layers[0], arguments.occupancy_runs)
         tables.occupancy(console, report["occupancy"])
+        write(arguments.json, report)
     if arguments.backend == "cuda" and not arguments.no_peer:
         beside_peer(console, arguments, options, report)
     report["load_after"] = [round(value, 2) for value in os.getloadavg()]
@@ -113,12 +118,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-bare", action="store_true", help="leave the bare driver loop out (it needs a compiler)")
     parser.add_argument("--no-blocks", action="store_true", help="leave alloc and free without growth out")
     parser.add_argument("--no-occupancy", action="store_true", help="leave reclaim at 50 %% random occupancy out")
+    parser.add_argument("--occupancy-runs", type=all_runs, default=occupancy.RUNS, help="pages of a run, for that")
+    parser.add_argument("--only-occupancy", action="store_true", help="reclaim at 50 %% random occupancy alone")
     parser.add_argument("--no-peer", action="store_true", help="leave kvcached's growth out (it is measured with cuda)")
     parser.add_argument(
         "--peer-tp", default="", metavar="PATH", help="kvcached_tp_ipc_benchmark.py, if not beside kvcached"
     )
-    parser.add_argument("--profile", action="store_true", help="note where the time goes, in the JSON file")
+    parser.add_argument("--profile", action="store_true", help="say where the time of each growth goes")
     arguments = parser.parse_args()
+    if arguments.only_occupancy:
+        if arguments.no_occupancy:
+            parser.error("--only-occupancy and --no-occupancy leave nothing to measure: give one of them")
+        arguments.no_bare = arguments.no_blocks = arguments.no_peer = True
     unknown = sorted(set(arguments.layers) - set(MODELS))
     if unknown:
         parser.error(f"--layers {unknown[0]}: models with {sorted(MODELS)} layers are known")
@@ -191,6 +202,8 @@ def measure(console: Console, options: Options, ranks: int) -> list[dict[str, An
     cells = world.measure(options, ranks)
     for layers in options.layers:
         tables.growth(console, cells, layers, ranks)
+    for cell in cells:
+        tables.profile(console, cell)
     return cells
 
 

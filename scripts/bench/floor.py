@@ -10,6 +10,7 @@ from kvcached_dist import _native
 from kvcached_dist.pools.backing import StageBacking
 from kvcached_dist.pools.specs import StageSpec
 
+from .meeting import Meeting
 from .plan import NULL_PAGES, Cell
 from .samples import WARM_UP, now_us
 
@@ -25,7 +26,7 @@ class Floor:
         meet: waits for the other rank processes.
     """
 
-    def __init__(self, device: _native.Device, stage: StageSpec, meet: Callable[[], None]) -> None:
+    def __init__(self, device: _native.Device, stage: StageSpec, meet: Meeting) -> None:
         self._meet = meet
         self._backing = StageBacking.open(device, stage)
         self._native = self._backing.native
@@ -60,10 +61,10 @@ class Floor:
                 grow.append(ended - began)
                 reserve.append(reserved - began)
                 back.append(reclaim_ended - reclaim_began)
-        sustained, extents_sustained = self._sustained(cell)
+        sustained, sustained_reserve, extents_sustained = self._sustained(cell)
         return {
             "grow_us": grow, "reserve_us": reserve, "reclaim_us": back, "sustained_us": sustained,
-            "extents": extents, "extents_sustained": extents_sustained,
+            "sustained_reserve_us": sustained_reserve, "extents": extents, "extents_sustained": extents_sustained,
         }  # fmt: skip
 
     def ranges(self, run: int) -> list[tuple[int, int, int]]:
@@ -81,20 +82,55 @@ class Floor:
         self._must(self._native.release([key]))
         return found
 
-    def _sustained(self, cell: Cell) -> tuple[list[float], int]:
-        runs = [(self._domain, NULL_PAGES + i * cell.run, cell.run) for i in range(cell.sustained)]
+    def lock_step(self, cell: Cell) -> dict[str, list[float]]:
+        """Sustained growth again, but every growth waits for the slowest rank, after reserve and after map and fill.
+
+        What a growth takes that needs every rank's answer twice and pays for no message: the barrier's own awakenings
+        are in ``sustained_us``, not in the others.
+
+        Returns:
+            Microseconds of this rank per growth.
+        """
+        runs = self._row(cell)
+        sustained, reserve, mapping = [], [], []
+        self._meet()
+        for run in runs:
+            began = now_us()
+            self._reserve([run])
+            reserved = now_us()
+            self._meet.at_once()
+            map_began = now_us()
+            self._must(self._native.map([run]))
+            mapped = now_us()
+            self._meet.at_once()
+            sustained.append(now_us() - began)
+            reserve.append(reserved - began)
+            mapping.append(mapped - map_began)
+        self._give_back(runs)
+        return {"sustained_us": sustained, "reserve_us": reserve, "map_us": mapping}
+
+    def _sustained(self, cell: Cell) -> tuple[list[float], list[float], int]:
+        runs = self._row(cell)
         micros: list[float] = []
+        reserve: list[float] = []
         created = 0
         self._meet()
         for run in runs:
             began = now_us()
             created += self._reserve([run])
+            reserve.append(now_us() - began)
             self._must(self._native.map([run]))
             micros.append(now_us() - began)
+        self._give_back(runs)
+        return micros, reserve, created
+
+    def _row(self, cell: Cell) -> list[tuple[int, int, int]]:
+        return [(self._domain, NULL_PAGES + i * cell.run, cell.run) for i in range(cell.sustained)]
+
+    def _give_back(self, runs: list[tuple[int, int, int]]) -> None:
         self._meet()
         self._must(self._native.unmap(runs))
         self._must(self._native.release(runs))
-        return micros, created
 
     def _reserve(self, runs: list[tuple[int, int, int]]) -> int:
         self._txn += 1

@@ -36,7 +36,7 @@ class Options:
         cards: cards of the ranks, in turn.
         bare: shared library with the bare driver loop; empty: not measured.
         protocol: measure the coordinator, too (else the floor alone).
-        profile: collect where the leader's time goes.
+        profile: note where the time of a growth goes, and measure the floor in lock step.
         beside: per layer count, further run lengths that have something of another project beside them.
     """
 

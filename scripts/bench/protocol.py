@@ -14,6 +14,7 @@ from kvcached_dist.pools.specs import StageSpec
 
 from .plan import DOMAIN, Cell
 from .samples import WARM_UP, now_us
+from .seams import GROWTH, RECLAIM, SUSTAINED, WARM_UP_SECTION
 
 STEPS_MAX = 5000
 PAUSE_S = 0.002
@@ -65,20 +66,26 @@ class Protocol:
         self._meet()
         self.coordinator.close()
 
-    def measure(self) -> dict[str, Any]:
-        """First growth, reclaim and sustained growth of the cell, in microseconds of this rank."""
+    def measure(self, mark: Callable[[str], None]) -> dict[str, Any]:
+        """First growth, reclaim and sustained growth of the cell, in microseconds of this rank.
+
+        Args:
+            mark: told which section begins.
+        """
         grow: list[float] = []
         for repeat in range(WARM_UP + self._cell.repeats):
             self._meet()
+            mark(WARM_UP_SECTION if repeat < WARM_UP else GROWTH)
             began = now_us()
             ids = self._grow()
             ended = now_us()
+            mark(RECLAIM)
             if repeat >= WARM_UP:
                 grow.append(ended - began)
             self.coordinator.domains[DOMAIN].free(ids)
             self._give_back()
         reclaim = [float(micros) for micros in self._reclaims()][-self._cell.repeats :]
-        sustained = self._sustained()
+        sustained = self._sustained(mark)
         return {"grow_us": grow, "reclaim_us": reclaim, "sustained_us": sustained}
 
     def _grow(self) -> Any:
@@ -87,14 +94,16 @@ class Protocol:
             raise RuntimeError(f"growing {self._cell.run} pages was a miss: {self.coordinator.stats}")
         return ids
 
-    def _sustained(self) -> list[float]:
+    def _sustained(self, mark: Callable[[str], None]) -> list[float]:
         taken: list[Any] = []
         micros: list[float] = []
         self._meet()
+        mark(SUSTAINED)
         for _ in range(self._cell.sustained):
             began = now_us()
             taken.append(self._grow())
             micros.append(now_us() - began)
+        mark(RECLAIM)
         self._meet()
         for ids in taken:
             self.coordinator.domains[DOMAIN].free(ids)

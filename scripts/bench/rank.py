@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -16,12 +14,10 @@ from kvcached_dist import _native
 from kvcached_dist.coord.links.store import connect_store
 
 from .floor import BareDriver, Floor
+from .meeting import Meeting
 from .plan import Cell, Options, cell_of, model_of
 from .protocol import Protocol
 from .seams import Profile
-
-MEET_S = 300.0
-QUIET_S = 0.002
 
 
 def make_device(options: Options, ranks: int, rank: int = 0) -> _native.Device:
@@ -35,14 +31,7 @@ def run(options: Options, ranks: int, rank: int, port: int, barrier: Any, result
     """Entry of a rank process; every result, or the error, goes into ``results``."""
     logging.basicConfig(level=logging.ERROR)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-    def meet() -> None:
-        # The pause keeps the one who is woken first from beginning while the others still wake, and gives the floor
-        # the same idle time before a repetition that an engine's growth has.
-        barrier.wait(MEET_S)
-        time.sleep(QUIET_S)
-        barrier.wait(MEET_S)
-
+    meet = Meeting(barrier)
     try:
         store = connect_store("127.0.0.1", port, False, ranks, 60) if ranks > 1 else None
         device = make_device(options, ranks, rank)
@@ -75,13 +64,15 @@ def _measure(
     device: _native.Device,
     store: TCPStore | None,
     bare: BareDriver | None,
-    meet: Callable[[], None],
+    meet: Meeting,
 ) -> dict[str, Any]:
     stage = model_of(cell.layers, cell.pages + 1).stage(0, 1)
     measured: dict[str, Any] = {"cell": vars_of(cell)}
     floor = Floor(device, stage, meet)
     try:
         measured["floor"] = floor.measure(cell)
+        if options.profile:
+            measured["lock_step"] = floor.lock_step(cell)
         sizes = [size for _, _, size in floor.ranges(cell.run)]
         measured["extent_bytes"] = sizes
         if bare is not None:
@@ -93,9 +84,9 @@ def _measure(
     meet()
     protocol = Protocol(cell, rank, device, stage, store, meet)
     try:
-        with Profile.of(protocol.coordinator, options.profile) as profile:
-            measured["ours"] = protocol.measure()
-        measured["phases"] = profile.result()
+        profile = Profile(protocol.coordinator if options.profile else None)
+        measured["ours"] = protocol.measure(profile.mark)
+        measured["notes"] = profile.notes()
     finally:
         protocol.close()
     return measured

@@ -1,75 +1,73 @@
-"""Where the time of a growth goes: timestamps at the seams of one rank, taken only with ``--profile``."""
+"""Timestamps at the seams of a growth on one rank, only with ``--profile``; :mod:`.parts` makes figures of them."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from kvcached_dist import Coordinator
 
+WARM_UP_SECTION = "warm up"
+GROWTH = "growth"
+RECLAIM = "reclaim"
+SUSTAINED = "sustained"
+
+Note = tuple[float, str]
+"""Microseconds of the monotonic clock, which all processes of a machine share; ``>seam`` (it begins), ``<seam`` (it
+ends) or ``=section`` (what is noted from here on belongs to it)."""
+
 
 class Profile:
-    """Wraps a few methods of one coordinator's agent and notes when they begin and end.
+    """Wraps a few methods of one coordinator and notes when they begin and end.
 
-    Use :meth:`of`; without ``enabled`` nothing is wrapped.
+    Seams: ``alloc``; ``reserve`` and ``map``, the rank's own part with the admission turn and the looks at free memory;
+    inside them ``native.reserve``, ``native.map`` and ``free_bytes``; ``send.<message>.<to>`` and
+    ``deliver.<message>.<from>``.
+
+    Args:
+        coordinator: is watched from here to its end; ``None``: nothing is wrapped and nothing noted.
+
+    Threads: seams are noted in whatever thread passes them.
     """
 
-    def __init__(self) -> None:
-        self.notes: list[tuple[float, str]] = []
+    def __init__(self, coordinator: Coordinator | None) -> None:
+        self._notes: list[Note] = []
+        self._enabled = coordinator is not None
+        if coordinator is None:
+            return
+        physical = coordinator.physical
+        self._wrap(coordinator, "alloc", lambda *_: "alloc")
+        self._wrap(physical, "perform", lambda work: str(work.kind.value))
+        self._wrap(physical, "free_bytes", lambda *_: "free_bytes")
+        for name in ("reserve", "map"):
+            self._wrap(physical.backing, name, lambda *_, name=name: f"native.{name}")
+        agent = coordinator._agent
+        self._wrap(agent.routing, "deliver", lambda peer, message: f"deliver.{type(message).__name__}.{peer}")
+        for to, link in agent.links.by_rank.items():
+            self._wrap(link, "send", lambda message, to=to: f"send.{type(message).__name__}.{to}")
 
-    @classmethod
-    def of(cls, coordinator: Coordinator, enabled: bool) -> Profile:
-        profile = cls()
-        if enabled:
-            profile._wrap(coordinator.physical, "perform", lambda work: f"{work.kind.value}")
-            for name in ("free_bytes", "handles"):
-                profile._wrap(coordinator.physical, name, lambda *_, name=name: name)
-            backing = coordinator.physical.backing
-            for name in ("missing_bytes", "reserve", "map", "unmap", "release"):
-                profile._wrap(backing, name, lambda *_, name=name: f"native.{name}")
-            routing = coordinator._agent.routing
-            profile._wrap(routing, "deliver", lambda peer, message: f"deliver.{type(message).__name__}")
-            for link in coordinator._agent.links.by_rank.values():
-                profile._wrap(link, "send", lambda message: f"send.{type(message).__name__}")
-            profile._wrap(coordinator, "_foreground", lambda *_: "foreground")
-            profile._wrap(coordinator, "_meet", lambda *_: "meet")
-            profile._wrap(coordinator, "alloc", lambda *_: "alloc")
-        return profile
+    def mark(self, section: str) -> None:
+        """What is noted from here on belongs to this section."""
+        if self._enabled:
+            self._note(f"={section}")
 
-    def __enter__(self) -> Profile:
-        return self
+    def notes(self) -> list[Note]:
+        """All notes, in order of time."""
+        return sorted(self._notes, key=lambda note: note[0])
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def _note(self, text: str) -> None:
+        self._notes.append((time.monotonic_ns() / 1000, text))
 
-    def result(self) -> list[tuple[float, str]]:
-        """(microseconds, seam) in order of time; begins are marked ``>`` and ends ``<``."""
-        return self.notes
-
-    def _wrap(self, target: Any, name: str, label: Any) -> None:
+    def _wrap(self, target: Any, name: str, label: Callable[..., str]) -> None:
         inner = getattr(target, name)
-        notes = self.notes
 
         def wrapped(*args: Any) -> Any:
             text = label(*args)
-            notes.append((time.monotonic_ns() / 1000, f">{text}"))
+            self._note(f">{text}")
             try:
                 return inner(*args)
             finally:
-                notes.append((time.monotonic_ns() / 1000, f"<{text}"))
+                self._note(f"<{text}")
 
         object.__setattr__(target, name, wrapped)
-
-
-def durations(notes: list[tuple[float, str]]) -> dict[str, list[float]]:
-    """Per seam the microseconds of each passage. Seams of one name do not nest."""
-    begun: dict[str, float] = {}
-    spans: dict[str, list[float]] = defaultdict(list)
-    for at, text in notes:
-        name = text[1:]
-        if text[0] == ">":
-            begun[name] = at
-        elif name in begun:
-            spans[name].append(at - begun.pop(name))
-    return dict(spans)

@@ -7,6 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .parts import LOCK_STEP
+from .seams import GROWTH, SUSTAINED
+
 
 def _ms(micros: float) -> str:
     return f"{micros / 1000:.2f}"
@@ -51,6 +54,46 @@ def _row(cell: dict[str, Any], bare: bool) -> list[str]:
     row += [_judged(_ms(ours["reclaim"]["p50_us"]), targets["reclaim_met"]), _ms(targets["reclaim_limit_us"])]
     row += [f"{cell['sustained_runs']} x {cell['run_pages']}", f"{floor['gb_per_s']:.1f}", f"{ours['gb_per_s']:.1f}"]
     return [*row, _judged(f"{targets['sustained_ratio']:.2f}", targets["sustained_met"])]
+
+
+def profile(console: Console, cell: dict[str, Any]) -> None:
+    """Where the time of a cell's growths went, ours and the floor's; nothing for a cell without ``--profile``."""
+    found = cell.get("profile")
+    if found is None:
+        return
+    ranks, floor = cell["ranks"], found["floor"]
+    where = f"{cell['layers']} layers, {ranks} rank{'s' if ranks > 1 else ''}, run of {cell['run_pages']} pages"
+    table = Table(title=f"{where}: microseconds per growth, p50 / mean; rank 0", title_justify="left")
+    columns = {
+        "ours\nalone": found.get(GROWTH, {}),
+        "ours\nin a row": found.get(SUSTAINED, {}),
+        "floor\nalone": floor[GROWTH],
+        "floor\nin a row": floor[SUSTAINED],
+        "floor in a row,\nin lock step": floor[LOCK_STEP],
+    }
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for group in ("parts", "whole", "driver", "flights"):
+        by_column = [one.get(group, {}) for one in columns.values()]
+        if group == "whole":
+            table.add_row("the whole growth", *map(_p50_and_mean, by_column))
+        else:
+            for name in dict.fromkeys(name for figures in by_column for name in figures):
+                if ranks == 1 and not any(figures[name]["mean_us"] for figures in by_column if name in figures):
+                    continue  # frames and followers, which a world of one does not have
+                table.add_row(name, *(_p50_and_mean(figures.get(name, {})) for figures in by_column))
+        table.add_section()
+    console.print(table)
+    for section in (GROWTH, SUSTAINED):
+        ours = found.get(section, {"missing": {}})
+        for reason, count in ours["missing"].items():
+            text = f"{section}: {count} of {ours['growths']} growths are left out: {reason}"
+            console.print(text, style="red", markup=False)
+
+
+def _p50_and_mean(figure: dict[str, float]) -> str:
+    return f"{figure['p50_us']:.0f} / {figure['mean_us']:.0f}" if figure else "-"
 
 
 def blocks(console: Console, rows: list[dict[str, Any]], beside: dict[str, dict[str, Any]]) -> None:
@@ -122,12 +165,23 @@ def _times(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
 
 def occupancy(console: Console, rows: list[dict[str, Any]]) -> None:
     """Share of the physical memory that comes back at 50 % random occupancy; 0.5 would be all of it."""
-    together = sorted({row["blocks_together"] for row in rows})
-    table = Table(title="reclaimed share of physical memory, half of the blocks free at random", title_justify="left")
-    table.add_column("run\npages", justify="right")
+    measured = [row for row in rows if "skipped" not in row]
+    together = sorted({row["blocks_together"] for row in measured if not row["of_run"]})
+    title = "share reclaimed, half of the requests ended at random: of what we hold; as the device says"
+    table = Table(title=title, title_justify="left")
+    for column in ("run\npages", "pages", "full\nMiB"):
+        table.add_column(column, justify="right")
     for count in together:
         table.add_column(f"requests of\n{count} block{'s' if count > 1 else ''}", justify="right")
-    for run in sorted({row["run_pages"] for row in rows}):
-        shares = {row["blocks_together"]: row["recovered_share"] for row in rows if row["run_pages"] == run}
-        table.add_row(str(run), *(f"{shares[count]:.2f}" for count in together))
+    table.add_column("of a\nrun's size", justify="right")
+    for run in sorted({row["run_pages"] for row in measured}):
+        found = {0 if row["of_run"] else row["blocks_together"]: row for row in measured if row["run_pages"] == run}
+        first = found[0]
+        shares = (
+            f"{found[count]['recovered_share']:.2f}; {found[count]['device_share']:.2f}" for count in (*together, 0)
+        )
+        table.add_row(str(run), str(first["pages"]), f"{first['full_bytes'] / 2**20:.0f}", *shares)
     console.print(table)
+    for row in rows:
+        if "skipped" in row:
+            console.print(f"run of {row['run_pages']} pages: not measured, {row['skipped']}", markup=False)

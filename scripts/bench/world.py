@@ -9,9 +9,11 @@ from typing import Any
 
 from kvcached_dist.coord.links.store import connect_store
 
+from . import parts as cuts
 from . import rank
 from .plan import Options
 from .samples import slowest, summary
+from .seams import GROWTH, SUSTAINED
 
 SILENCE_S = 600.0
 
@@ -89,9 +91,32 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
         cell["ours"] = {"grow": summary(ours["grow_us"]), "reclaim": summary(ours["reclaim_us"])}
         cell["ours"]["sustained_us"] = sum(ours["sustained_us"])
         cell["ours"]["sustained"] = summary(ours["sustained_us"])
-        cell["phases"] = [part["phases"] for part in parts]
+    if "lock_step" in first:
+        cell["profile"] = {"floor": _floor_profile(parts)}
+        if "ours" in first:
+            expected = {GROWTH: cell["repeats"], SUSTAINED: cell["sustained_runs"]}
+            cell["profile"] |= cuts.profile([part["notes"] for part in parts], expected)
     _rates(cell)
     return cell
+
+
+def _floor_profile(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The floor's driver work by the names that ours has: alone, in a row, and in a row in lock step."""
+    floors, steps = [part["floor"] for part in parts], [part["lock_step"] for part in parts]
+
+    def plain(whole: str, reserve: str) -> dict[str, Any]:
+        wholes, reserves = [floor[whole] for floor in floors], [floor[reserve] for floor in floors]
+        maps = [
+            [all_of - part for all_of, part in zip(*both, strict=True)] for both in zip(wholes, reserves, strict=True)
+        ]
+        return cuts.floor_figures(wholes, reserves, maps)
+
+    in_step = ([step[name] for step in steps] for name in ("sustained_us", "reserve_us", "map_us"))
+    return {
+        GROWTH: plain("grow_us", "reserve_us"),
+        SUSTAINED: plain("sustained_us", "sustained_reserve_us"),
+        cuts.LOCK_STEP: cuts.floor_figures(*in_step),
+    }
 
 
 def _rates(cell: dict[str, Any]) -> None:
