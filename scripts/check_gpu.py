@@ -15,11 +15,14 @@ Exit 0: every test passed (and no process had an error), 1: not so, 2: it could 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,18 +35,32 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 
-NOT_BELOW_THE_CHECKER = ("tests/gpu/test_oracle_cuda.py::test_the_driver_counts_the_same_bytes",)
-"""Compares two looks at the free memory of the card, and the checker takes memory of its own in between."""
+NOT_BELOW_THE_CHECKER = (
+    "tests/gpu/test_oracle_cuda.py::test_the_driver_counts_the_same_bytes",
+    "tests/gpu/test_world_cuda.py::test_grow_and_reclaim_cycles_give_the_cards_memory_back_exactly",
+)
+"""The first compares looks at the free memory of the card, and the checker takes memory of its own in between. So does
+the second, which asks for a number of cycles in a time, too; below the checker the native tests do 10,000 of them."""
 
 SANITIZER = (
     "compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no",
-    "--error-exitcode", "86",
+    "--require-cuda-init", "no", "--error-exitcode", "86",
 )  # fmt: skip
 
 SUMMARY = re.compile(r"^========= ERROR SUMMARY: (\d+) errors?", re.MULTILINE)
-HEADER = re.compile(r"^========= (COMPUTE-SANITIZER|ERROR SUMMARY|LEAK SUMMARY|$)")
+HEADER = re.compile(r"^=========\s*(COMPUTE-SANITIZER|ERROR SUMMARY|LEAK SUMMARY|$)")
+ENDING = re.compile(
+    r"^=========\s*(Error: process didn't terminate successfully|Target application returned an error|"
+    r"Error: couldn't find exit code|The application may have hit an error when dereferencing Unified Memory)"
+)
+"""How a process ended, and no error in memory: killed by a test, or with a status that its test asks for."""
+NO_CUDA = "Target application terminated before first instrumented API call"
+"""Of a process that never called the driver."""
+
 SHOWN_LINES = 40
 """Of what the checker says of one process."""
+INTERRUPTED_S = 20.0
+"""For the tests to end after the time is over."""
 
 
 class NotHere(Exception):
@@ -72,12 +89,14 @@ class Checked:
     """What the memory checker says of one process.
 
     Attributes:
-        errors: as it counts them; ``None``: it was killed before it could, as some tests do to it.
-        said: its lines but for the header, the first ones.
+        errors: as it counts them; ``None``: the process ended before it could, as some tests do to it.
+        said: its lines but for the header and the ending, the first ones.
+        ending: what it says of how the process ended.
     """
 
     errors: int | None
     said: tuple[str, ...] = ()
+    ending: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -102,11 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         ended = run(chosen, Path(folder))
         tests = read_tests(Path(folder) / "tests.xml")
-        checked = [read_checked(path) for path in sorted(Path(folder).glob("*.memcheck"))]
+        logs = [path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.memcheck"))]
+        checked = [read_checked(text) for text in logs if NO_CUDA not in text]
     report |= {"seconds": round(time.monotonic() - began, 1), "exit_status": ended}
     report["tests"] = [{key: value for key, value in asdict(test).items() if value != ""} for test in tests]
     if chosen.memcheck:
         report["processes"] = [asdict(process) for process in checked]
+        report["processes_without_cuda"] = len(logs) - len(checked)
     wrong = problems(ended, tests, checked if chosen.memcheck else None)
     report["problems"] = wrong
     if chosen.json is not None:
@@ -119,9 +140,14 @@ def describe(chosen: argparse.Namespace) -> dict[str, Any]:
     """Everything that a reader needs to judge the outcome.
 
     Raises:
-        NotHere: no usable card, or no memory checker where one is asked for.
+        NotHere: not installed, no usable card, or no memory checker where one is asked for.
     """
-    from kvcached_dist import __version__, _native
+    try:
+        from kvcached_dist import __version__, _native
+    except ImportError as error:
+        raise NotHere(
+            f"kvcached_dist cannot be imported by {sys.executable}, run this with one that can: {error}"
+        ) from error
 
     usable, reason = _native.cuda_available()
     if not usable:
@@ -135,6 +161,7 @@ def describe(chosen: argparse.Namespace) -> dict[str, Any]:
         "command": shlex.join(["scripts/check_gpu.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "version": __version__,
+        "commit": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "cards": cards,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "torch": torch.__version__,
@@ -170,10 +197,24 @@ def run(chosen: argparse.Namespace, folder: Path) -> int:
         *below, sys.executable, "-m", "pytest", "--lane", "gpu", "tests/gpu", f"--junitxml={folder / 'tests.xml'}",
         "-o", "junit_family=xunit2", *more, *chosen.pytest,
     ]  # fmt: skip
-    try:
-        return subprocess.run(command, cwd=ROOT, timeout=chosen.limit_s).returncode
-    except subprocess.TimeoutExpired:
-        return 124
+    # A group of its own: when the time is over nothing that the tests have started may keep the card.
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            return process.wait(chosen.limit_s)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a group that has not ended: pytest writes the outcomes so far when it is interrupted."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPTED_S)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_tests(path: Path) -> list[Test]:
@@ -192,12 +233,14 @@ def read_tests(path: Path) -> list[Test]:
     return found
 
 
-def read_checked(path: Path) -> Checked:
+def read_checked(text: str) -> Checked:
     """What the memory checker has written of one process."""
-    text = path.read_text(errors="replace")
     counts = [int(count) for count in SUMMARY.findall(text)]
-    said = [line for line in text.splitlines() if line.startswith("=========") and not HEADER.match(line)]
-    return Checked(sum(counts) if counts else None, tuple(said[:SHOWN_LINES]))
+    lines = [line for line in text.splitlines() if line.startswith("=========") and not HEADER.match(line)]
+    said = [line for line in lines if not ENDING.match(line)]
+    return Checked(
+        sum(counts) if counts else None, tuple(said[:SHOWN_LINES]), tuple(line for line in lines if ENDING.match(line))
+    )
 
 
 def problems(ended: int, tests: Sequence[Test], checked: Sequence[Checked] | None) -> list[str]:
@@ -227,9 +270,9 @@ def in_words(tests: Sequence[Test], checked: Sequence[Checked] | None) -> str:
     text = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "error", "skipped"))
     if checked is None:
         return text
-    killed = sum(process.errors is None for process in checked)
+    unfinished = sum(process.errors is None for process in checked)
     errors = sum(process.errors or 0 for process in checked)
-    return f"{text}; memory checker: {errors} errors in {len(checked)} processes, {killed} of them killed by a test"
+    return f"{text}; memory checker: {errors} errors in {len(checked)} processes; {unfinished} ended without its count"
 
 
 if __name__ == "__main__":

@@ -104,18 +104,18 @@ def _floor_profile(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The floor's driver work by the names that ours has: alone, in a row, and in a row in lock step."""
     floors, steps = [part["floor"] for part in parts], [part["lock_step"] for part in parts]
 
-    def plain(whole: str, reserve: str) -> dict[str, Any]:
+    def plain(whole: str, reserve: str, meets: bool) -> dict[str, Any]:
         wholes, reserves = [floor[whole] for floor in floors], [floor[reserve] for floor in floors]
         maps = [
             [all_of - part for all_of, part in zip(*both, strict=True)] for both in zip(wholes, reserves, strict=True)
         ]
-        return cuts.floor_figures(wholes, reserves, maps)
+        return cuts.floor_figures(wholes, reserves, maps, meets=meets)
 
     in_step = ([step[name] for step in steps] for name in ("sustained_us", "reserve_us", "map_us"))
     return {
-        GROWTH: plain("grow_us", "reserve_us"),
-        SUSTAINED: plain("sustained_us", "sustained_reserve_us"),
-        cuts.LOCK_STEP: cuts.floor_figures(*in_step),
+        GROWTH: plain("grow_us", "reserve_us", meets=True),
+        SUSTAINED: plain("sustained_us", "sustained_reserve_us", meets=False),
+        cuts.LOCK_STEP: cuts.floor_figures(*in_step, meets=True),
     }
 
 

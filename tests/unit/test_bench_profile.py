@@ -164,6 +164,20 @@ def test_the_table_shows_both_sides_and_what_is_missing_and_the_raw_notes_go() -
     assert "MAPPED until rank 0 has it" in said.getvalue()
 
 
+def test_ranks_that_do_not_meet_are_not_counted_as_if_they_waited_for_each_other() -> None:
+    """Each is slow once: in lock step both growths take 9, in a row without it each rank has done both after 10."""
+    ranks = ([9.0, 1.0], [1.0, 9.0])
+    for meets, mean in ((True, 9.0), (False, 5.0)):
+        found = parts.floor_figures(ranks, ranks, ranks, meets=meets)
+        slow = [found["whole"], found["driver"]["reserve, slowest rank"], found["driver"]["map and fill, slowest rank"]]
+        assert [figure["mean_us"] for figure in slow] == [mean] * 3
+    one, other = part_of_rank([]), part_of_rank([])
+    one["floor"]["sustained_us"], other["floor"]["sustained_us"] = [9.0, 4.0], [4.0, 10.0]
+    cell = world.joined([one, other])
+    row = cell["profile"]["floor"][SUSTAINED]["whole"]["mean_us"]
+    assert row * cell["sustained_runs"] == cell["floor"]["sustained_us"] == 14
+
+
 class Alone:
     """A barrier of one process that counts."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvcached_dist import _native
@@ -15,7 +16,11 @@ from scripts import check_gpu
 
 HEADER = "========= COMPUTE-SANITIZER\n"
 CLEAN = f"{HEADER}========= ERROR SUMMARY: 0 errors\n"
-KILLED = HEADER
+KILLED = f"""{HEADER}========= Error: process didn't terminate successfully
+=========     The application may have hit an error when dereferencing Unified Memory from the host.
+========= Target application returned an error
+"""
+WITHOUT_CUDA = f"{HEADER}========= Error: Target application terminated before first instrumented API call\n"
 STRAY = f"""{HEADER}========= Invalid __global__ read of size 4 bytes
 =========     at reads(float *)+0x150
 =========     by thread (0,0,0) in block (0,0,0)
@@ -70,15 +75,25 @@ def test_without_a_card_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("check_gpu: no test of cards can run here: ")
 
 
+def test_an_interpreter_without_the_package_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "kvcached_dist", None)
+    assert check_gpu.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"check_gpu: kvcached_dist cannot be imported by {sys.executable}")
+    assert said.count("\n") == 1
+
+
 def test_a_clean_run_with_processes_that_tests_have_killed(checked: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    report = checked(CLEAN, KILLED, CLEAN, cases=PASSED + SKIPPED)
+    report = checked(CLEAN, KILLED, CLEAN, HEADER, WITHOUT_CUDA, cases=PASSED + SKIPPED)
     assert report["problems"] == []
     assert report["tests"] == [
         {"test": "tests.gpu.test_a::test_one", "seconds": 0.5, "outcome": "passed"},
         {"test": "tests.gpu.test_a::test_two", "seconds": 0.0, "outcome": "skipped", "said": "two cards"},
     ]
-    assert [process["errors"] for process in report["processes"]] == [0, None, 0]
-    assert "0 errors in 3 processes, 1 of them killed by a test" in capsys.readouterr().out
+    assert [process["errors"] for process in report["processes"]] == [0, None, 0, None]
+    assert report["processes"][1]["ending"][0].endswith("process didn't terminate successfully")
+    assert report["processes_without_cuda"] == 1
+    assert "0 errors in 4 processes; 2 ended without its count" in capsys.readouterr().out
 
 
 def test_an_error_in_any_process_is_no_success_whether_it_was_killed_or_not(checked: Run) -> None:
@@ -89,7 +104,7 @@ def test_an_error_in_any_process_is_no_success_whether_it_was_killed_or_not(chec
 
 
 def test_a_checker_that_has_watched_nothing_is_no_success(checked: Run) -> None:
-    assert checked()["problems"] == checked(KILLED)["problems"]
+    assert checked()["problems"] == checked(KILLED)["problems"] == checked(WITHOUT_CUDA)["problems"]
     assert checked(KILLED)["problems"] == ["the memory checker has watched no process to its end"]
 
 
@@ -98,6 +113,29 @@ def test_tests_that_fail_or_do_not_run_are_no_success(checked: Run) -> None:
     assert problem == "failed: tests.gpu.test_a::test_three assert 1 == 2"
     assert checked(CLEAN, cases=SKIPPED)["problems"] == ["no test has passed"]
     assert checked(CLEAN, status=3)["problems"] == ["ended with 3"]
+
+
+SLOW = """#!{python}
+import subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+open({noted!r}, "w").write(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_when_the_time_is_over_nothing_is_left_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, noted = tmp_path / check_gpu.SANITIZER[0], tmp_path / "child"
+    tool.write_text(SLOW.format(python=sys.executable, noted=str(noted)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(check_gpu, "describe", lambda _chosen: {})
+    path = tmp_path / "report.json"
+    assert check_gpu.main(["--memcheck", "--limit-s", "2", "--json", str(path)]) == 1
+    problems = json.loads(path.read_text())["problems"]
+    assert "ended because it took too long: give it more time with --limit-s" in problems
+    child = int(noted.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_cannot_run_below_the_checker_is_there() -> None:
