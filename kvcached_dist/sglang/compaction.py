@@ -148,7 +148,7 @@ class Compaction:
         try:
             self.unsupported = _unsupported(lists, scheduler, stages) if wanted else "KVCACHED_DIST_COMPACTION is off"
             if not self.unsupported:
-                self._holders()
+                self._look_at_all()
         except (AttributeError, ImportError) as error:
             self.unsupported = f"this version of the engine is laid out differently ({error})"
         if self.unsupported:
@@ -171,7 +171,10 @@ class Compaction:
         now = time.monotonic()
         if now < self._next_look:
             return False
-        used = self._used()
+        try:
+            used = self._used()
+        except torch.cuda.OutOfMemoryError:
+            used = None  # on a full card it can wait: nothing depends on it
         self._next_look = now + LOOK_AGAIN_S if used is None else math.inf
         return used is not None and plan(self._known.book, used // self._page_size) is not None
 
@@ -194,6 +197,9 @@ class Compaction:
         """
         if self.unsupported:
             return 0
+        # Sessions whose last request has finished are closed by each rank's own clock, up to a second apart. Rank 0
+        # has seen theirs closed, so what is left of them goes now on every rank, or some would move and some not.
+        self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)
         used = self._used()
         if used is None:
             return 0
@@ -224,6 +230,21 @@ class Compaction:
     def _page_size(self) -> int:
         return int(self._scheduler.page_size)
 
+    def _look_at_all(self) -> None:
+        """Everything that is asked of the engine later: a version without one of them must not find out then.
+
+        Raises:
+            AttributeError: names what is missing.
+        """
+        scheduler, cache = self._scheduler, self._scheduler.tree_cache
+        allocator = cache.token_to_kv_pool_allocator
+        on_a_card = allocator.free_pages.device.type != "cpu"
+        _ = (
+            scheduler.page_size, scheduler.is_fully_idle, scheduler.session_controller.maybe_reap,
+            cache.protected_size, cache.evictable_size, allocator.free_group, _buffers(allocator.get_kvcache()),
+            scheduler.forward_stream if on_a_card else None, self._holders(),
+        )  # fmt: skip
+
     def _holders(self) -> list[Any]:
         """What of the cache's nodes has ids, each with an attribute ``value``."""
         cache = self._scheduler.tree_cache
@@ -244,22 +265,24 @@ class Compaction:
         pending = cache.token_to_kv_pool_allocator.free_group is not None
         if not scheduler.is_fully_idle() or pending or cache.protected_size():
             return None
+        known, size = self._known, self._page_size
+        # Whoever else holds ids (a session, an engine's own use) would be left behind: all others must be free. The
+        # counts tell nearly always, for nothing; a large tree takes a tenth of a second, and an open session is asked
+        # about once a second.
+        if int(cache.evictable_size()) // size + known.available() != known.book.count:
+            return None
         holders = self._holders()
-        size = self._page_size
         if not holders or any(len(holder.value) % size for holder in holders):
             return None
         tokens = torch.cat([holder.value for holder in holders]).cpu().numpy().reshape(-1, size)
         first = tokens[:, 0].copy()
         whole = np.array_equal(tokens, first[:, None] + np.arange(size)) and not (first % size).any()
-        # Whoever else holds ids (a session, an engine's own use) would be left behind: all others must be free.
-        known = self._known
         return first if whole and known.book.are_all(np.concatenate((first // size, known.free_ids()))) else None
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the rows of tokens in all buffers, behind what the engine's forward stream has written there."""
-        forward = getattr(self._scheduler, "forward_stream", None)
-        if sources.is_cuda and forward is not None:
-            torch.cuda.current_stream().wait_stream(forward)
+        if sources.is_cuda:
+            torch.cuda.current_stream().wait_stream(self._scheduler.forward_stream)
         pool = self._scheduler.tree_cache.token_to_kv_pool_allocator.get_kvcache()
         for buffer in _buffers(pool):
             try:

@@ -81,7 +81,8 @@ class TokenList:
 
     def free_ids(self) -> Ids:
         """All free ids, in the order of the list and of what waits to be merged into it. Blocks: for the device."""
-        return torch.cat(self._parts()).cpu().numpy().astype(np.int64, copy=False)
+        # Part by part: on a full card there is no memory to put them together first.
+        return np.concatenate([part.cpu().numpy() for part in self._parts()]).astype(np.int64, copy=False)
 
     def beside(self, numbers: Ids) -> torch.Tensor:
         """Numbers on the device of the list, int64, without waiting for it."""

@@ -38,22 +38,31 @@ class Engine:
         need_sort: as the engine's allocators.
         copy: starts a copy of device numbers; anything but the default stands for a device.
         seed: of the rows, which differ between ranks; the history does not.
+        dtype: element type that the pool is for.
     """
 
     def __init__(
-        self, page: int, kind: str, *, need_sort: bool = False, copy: CopyFactory = HostCopy, seed: int = 0
+        self,
+        page: int,
+        kind: str,
+        *,
+        need_sort: bool = False,
+        copy: CopyFactory = HostCopy,
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        from sglang.srt.session.session_controller import SessionController
 
-        self.page, self.pool, size = page, pool(kind, BLOCKS * page, page), BLOCKS * page
+        self.page, self.pool, size = page, pool(kind, BLOCKS * page, page, dtype), BLOCKS * page
         for number, buffer in enumerate(self.buffers):
             made = torch.Generator().manual_seed(100 * seed + number)
-            buffer.copy_(torch.rand(buffer.shape, generator=made))
+            buffer.copy_(251 * torch.rand(buffer.shape, generator=made))
         self.allocator: Any = (
-            TokenToKVPoolAllocator(size, torch.bfloat16, "cpu", self.pool, need_sort)
+            TokenToKVPoolAllocator(size, dtype, "cpu", self.pool, need_sort)
             if page == 1
-            else PagedTokenToKVPoolAllocator(size, page, torch.bfloat16, "cpu", self.pool, need_sort)
+            else PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", self.pool, need_sort)
         )
         self.known = TokenList(specs.FULL, 304, PER_PAGE, BLOCKS, copy)
         first = 0
@@ -64,6 +73,7 @@ class Engine:
         self.cache = prefix_cache(self.allocator, page, "FULL")
         self.scheduler = SimpleNamespace(
             page_size=page, tree_cache=self.cache, is_fully_idle=lambda: True,
+            session_controller=SessionController(self.cache),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
         )  # fmt: skip
         self.prompts: list[list[int]] = []
@@ -134,11 +144,11 @@ class Engine:
         return self.used(), self.known.free_ids().tolist(), [b.clone() for b in self.buffers], self.rows()
 
 
-def pool(kind: str, tokens: int, page: int) -> Any:
+def pool(kind: str, tokens: int, page: int, dtype: torch.dtype) -> Any:
     """The engine's pool of K and V heads (``heads``) or of latents, of three layers."""
     from sglang.srt.mem_cache import memory_pool
 
-    options: dict[str, Any] = {"layer_num": 3, "device": "cpu", "enable_memory_saver": False, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"layer_num": 3, "device": "cpu", "enable_memory_saver": False, "dtype": dtype}
     if kind == "latent":
         return memory_pool.MLATokenToKVPool(tokens, page_size=page, kv_lora_rank=24, qk_rope_head_dim=8, **options)
     return memory_pool.MHATokenToKVPool(tokens, page_size=page, head_num=2, head_dim=8, **options)

@@ -97,12 +97,26 @@ MUTANTS = (
         "    if stages > 1 or set(lists) != {specs.FULL}:\n",
         "    if set(lists) != {specs.FULL}:\n",
     ),
+    Mutant(
+        "copies-before-the-last-batch-has-written",
+        "S3: an engine whose stream of batches has another name is not waited for",
+        COMPACTION,
+        "            scheduler.forward_stream if on_a_card else None, self._holders(),\n",
+        "            self._holders(),\n",
+    ),
     # ------------------------------------------------------------------ equal on all ranks
     Mutant(
         "in-the-order-of-the-tree",
         "S5: where an id goes depends on the order in which a process walks its tree",
         COMPACTION,
         "    used = np.sort(used)\n",
+        "",
+    ),
+    Mutant(
+        "sessions-are-closed-by-each-clock",
+        "S5: a rank whose clock has not closed a session moves nothing, and the others do",
+        COMPACTION,
+        "        self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)\n",
         "",
     ),
     Mutant(
@@ -173,6 +187,27 @@ MUTANTS = (
         COMPACTION,
         "        self._next_look = now + LOOK_AGAIN_S if used is None else math.inf\n",
         "        self._next_look = math.inf\n",
+    ),
+    Mutant(
+        "a-full-card-ends-an-idle-engine",
+        "L: looking whether anything could move ends rank 0",
+        COMPACTION,
+        "        except torch.cuda.OutOfMemoryError:\n            used = None",
+        "        except ZeroDivisionError:\n            used = None",
+    ),
+    Mutant(
+        "an-open-session-costs-a-walk",
+        "quantities: a large tree is walked every second",
+        COMPACTION,
+        "        if int(cache.evictable_size()) // size + known.available() != known.book.count:\n            return None\n",
+        "",
+    ),
+    Mutant(
+        "another-version-is-found-out-late",
+        "L: an engine that lacks a name ends when it is idle for the first time",
+        COMPACTION,
+        "                self._look_at_all()\n",
+        "                self._holders()\n",
     ),
     Mutant(
         "moves-what-is-about-to-be-evicted",

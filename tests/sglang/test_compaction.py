@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -41,6 +43,20 @@ def test_every_cached_prefix_has_the_rows_that_it_had_and_runs_are_left(engine: 
     assert sum(engine.runs_held()) <= 8
     assert any(not torch.equal(old, engine.tokens(p)) for old, p in zip(tokens, engine.prompts, strict=True))
     engine.cache.sanity_check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("page", "kind"), [(1, "heads"), (16, "heads"), (1, "latent"), (16, "latent")])
+def test_rows_of_eight_bits_are_bytes_in_the_pool(
+    page: int, kind: str, dtype: torch.dtype, engine_settings: Any
+) -> None:
+    """Torch has no ``index_copy_`` for these types themselves."""
+    engine = Engine(page, kind, dtype=dtype)
+    assert {buffer.dtype for buffer in engine.buffers} == {torch.uint8}
+    rows = engine.rows()
+    assert max(int(found.max()) for prompt in rows for found in prompt if len(found)) > 200
+    assert engine.compaction.run()
+    assert equal(engine.rows(), rows)
 
 
 @pytest.mark.parametrize("need_sort", [False, True])
@@ -118,6 +134,39 @@ def test_a_rank_that_moves_by_itself_differs_at_the_next_mark(
     assert said(one) != said(other)
     assert other.compaction.run()
     assert said(one) == said(other)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_session_that_only_one_rank_has_closed_yet(page: int, engine_settings: Any) -> None:
+    """Closed while its request ran: the engine lets go of it up to a second later, by each rank's own clock."""
+    one, other = Engine(page, "heads"), Engine(page, "heads")
+    for engine in (one, other):
+        streaming_session(engine)
+        assert not engine.compaction.due(idle=True)
+    one.scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)
+    assert one.compaction.due(idle=True)
+    assert not other.compaction.due(idle=True)
+    assert one.compaction.run() == other.compaction.run() > 0
+    assert one.known.free_ids().tolist() == other.known.free_ids().tolist()
+    assert not other.scheduler.session_controller.sessions
+
+
+def streaming_session(engine: Engine) -> None:
+    """One of three pages, told to close while its request ran, which has ended since."""
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.session.session_controller import Session
+    from sglang.srt.session.streaming_session import SessionSlot
+
+    tokens = engine.alloc(3)
+    rows = engine.cache.req_to_token_pool = ReqToTokenPool(2, 3 * 16, "cpu", enable_memory_saver=False)
+    (row,) = rows.alloc_rows(1)
+    rows.write((row, slice(0, len(tokens))), tokens.to(torch.int32))
+    kv = ReqKvInfo(req_pool_idx=row, kv_committed_len=len(tokens), kv_allocated_len=len(tokens))
+    engine.cache.session.slots["s"] = SessionSlot(kv=kv)
+    session = Session(0, "s", streaming=True)
+    session.close_on_finish = True
+    engine.scheduler.session_controller.sessions["s"] = session
 
 
 def test_the_next_request_is_given_ids_of_runs_that_stay(small: Engine) -> None:
@@ -317,6 +366,37 @@ def test_not_in_pools_and_allocators_of_another_kind(small: Engine) -> None:
     assert unsupported(small) == "a Another, a Packed"
 
 
-def test_not_in_a_version_that_is_laid_out_differently(small: Engine) -> None:
-    del small.cache.tree_core.root_node
-    assert small.compaction.unsupported.startswith("this version of the engine is laid out differently")
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("cache.tree_core", "root_node"), ("allocator", "free_group"), ("pool", "v_buffer"),
+        ("scheduler", "page_size"), ("scheduler", "is_fully_idle"), ("scheduler", "session_controller"),
+    ],
+)  # fmt: skip
+def test_not_in_a_version_that_is_laid_out_differently(place: str, name: str, small: Engine) -> None:
+    """Found out at the start, not when an engine is idle for the first time."""
+    delattr(attrgetter(place)(small), name)
+    why = small.compaction.unsupported
+    assert why.startswith("this version of the engine is laid out differently")
+    assert name in why
+
+
+def test_not_on_a_card_where_the_stream_of_batches_is_not_known(small: Engine) -> None:
+    """What they have written there has to be copied after them."""
+    small.allocator.free_pages = small.allocator.free_pages.to("meta")
+    assert "forward_stream" in small.compaction.unsupported
+    small.scheduler.forward_stream = object()
+    assert small.compaction.unsupported == ""
+
+
+def test_who_else_holds_ids_is_known_without_the_device(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open session is in the way for hours, and every second a walk of a large tree would take a tenth of one."""
+    held_elsewhere(small)
+    mover = small.compaction
+
+    def looked(*_: Any) -> NoReturn:
+        raise AssertionError("looked at the tree or the device")
+
+    monkeypatch.setattr(small.known, "free_ids", looked)
+    monkeypatch.setattr(mover, "_holders", looked)
+    assert not mover.due(idle=True)

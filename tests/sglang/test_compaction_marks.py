@@ -295,6 +295,24 @@ def test_an_idle_engine_is_looked_at_again_when_what_was_in_the_way_may_be_gone(
     assert not mover.due(idle=True), "asked for already"
 
 
+def test_an_idle_engine_on_a_full_card_is_looked_at_again(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking takes memory, and nothing depends on it: rank 0 must not end for it."""
+    now = [100.0]
+    monkeypatch.setattr(compaction, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    mover, calls = small.compaction, []
+
+    def short(*_: object) -> NoReturn:
+        calls.append(1)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", short)
+        assert [mover.due(idle=True) for _ in range(3)] == [False] * 3
+    assert len(calls) == 1
+    now[0] += compaction.LOOK_AGAIN_S
+    assert mover.due(idle=True)
+
+
 # ---------------------------------------------------------------------- with real memory
 
 
@@ -325,6 +343,7 @@ def elastic_allocator(pool: Any) -> Any:
 def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.session.session_controller import SessionController
 
     cache = prefix_cache(rank.allocator, 1, "FULL")
     start = rank.mapped_bytes()
@@ -345,7 +364,7 @@ def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
     cache.evict(EvictParams(num_tokens=1400))
     full = rank.mapped_bytes()
     scheduler = SimpleNamespace(
-        page_size=1, tree_cache=cache, is_fully_idle=lambda: True,
+        page_size=1, tree_cache=cache, is_fully_idle=lambda: True, session_controller=SessionController(cache),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
     )  # fmt: skip
     made = Compaction(rank.runtime.lists, scheduler, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -131,3 +131,20 @@ def test_equal_lists_have_equal_checksums_and_order_matters(page_size: int, engi
     assert first.ids_crc() == second.ids_crc()
     one.free_pages = one.free_pages.flip(0)
     assert first.ids_crc() != second.ids_crc()
+
+
+def test_free_ids_are_read_where_there_is_no_memory_to_put_them_together(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full card, where the list alone is megabytes."""
+    allocator, known = bound(page_size, pages=3, need_sort=True)
+    taken = allocator.alloc(5 * page_size)
+    allocator.free(taken[: 2 * page_size])
+    parts = [part.tolist() for part in known._parts()]
+    assert len(parts) > 1
+
+    def short(*_: object) -> NoReturn:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "cat", short)
+    assert known.free_ids().tolist() == [number for part in parts for number in part]
