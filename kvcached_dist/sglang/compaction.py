@@ -197,8 +197,8 @@ class Compaction:
         """
         if self.unsupported:
             return 0
-        # Sessions whose last request has finished are closed by each rank's own clock, up to a second apart. Rank 0
-        # has seen theirs closed, so what is left of them goes now on every rank, or some would move and some not.
+        # Sessions time out by each rank's own clock, which the engine asks once a second. Rank 0 has seen none in the
+        # way, so what has timed out goes now on every rank, or some would move and some not.
         self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)
         used = self._used()
         if used is None:

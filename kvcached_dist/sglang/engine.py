@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import secrets
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -363,3 +364,16 @@ def evict(tree_cache: Any, tokens: int) -> int:
     before = int(tree_cache.evictable_size())
     tree_cache.evict(params(num_tokens=tokens))
     return before - int(tree_cache.evictable_size())
+
+
+def close_sessions(controller: Any) -> None:
+    """Close the sessions that were told to close while a request of theirs ran, once that has ended.
+
+    The engine does so within a second, by each rank's own clock, and until then the ranks' free lists differ. Requests
+    end in the same step on all ranks, so what is called in every step closes them in the same one.
+
+    Args:
+        controller: the engine's ``SessionController``.
+    """
+    if any(session.close_on_finish and not session._inflight for session in controller.sessions.values()):
+        controller.maybe_reap(time.monotonic(), interval=-1.0)

@@ -54,6 +54,10 @@ USES = (
     Use(f"{_SRT}managers.scheduler_components.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
         "local_reqs"),
     Use(f"{_SRT}managers.io_struct.AbortReq", "abort_message"),
+    Use(f"{_SRT}session.session_controller.SessionController", "maybe_reap"),
+    Use(f"{_SRT}session.session_controller.SessionController", "sessions"),
+    Use(f"{_SRT}session.session_controller.Session", "close_on_finish"),
+    Use(f"{_SRT}session.session_controller.Session", "_inflight"),
     Use(f"{_SRT}mem_cache.memory_pool.ReqToTokenPool", "free_slots"),
     Use(f"{_SRT}mem_cache.memory_pool.ReqToTokenPool", "req_to_token"),
 )  # fmt: skip

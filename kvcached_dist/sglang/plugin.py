@@ -18,7 +18,7 @@ from ..coord.core.errors import ConfigError
 from . import features, specs
 from .admission import Admission
 from .build import Building
-from .engine import check_cache
+from .engine import check_cache, close_sessions
 from .eviction import Evictions
 from .offload import Offload
 from .runtime import LIST_ATTRIBUTE, Mark, Phase, Runtime
@@ -214,13 +214,15 @@ class Plugin:
 
     def _requests_arrived(self, scheduler: Any, requests: Any) -> Any:
         """Marks first, and out of the list; the list that is handed to the next stage keeps them."""
-        if not requests or self.runtime.phase is not Phase.SERVING:
+        if self.runtime.phase is not Phase.SERVING:
             return None
-        marks = [request for request in requests if isinstance(request, Mark)]
-        if not marks:
-            return None
+        marks = [request for request in requests or () if isinstance(request, Mark)]
         for mark in marks:
             self.runtime.apply(mark)
+        # Behind the marks: rank 0 has made them before it gets here.
+        close_sessions(scheduler.session_controller)
+        if not marks:
+            return None
         return (scheduler, [request for request in requests if not isinstance(request, Mark)]), {}
 
     def _queued(self, _result: None, _scheduler: Any, request: Any, *_: Any, **__: Any) -> None:

@@ -10,6 +10,8 @@ COMPACTION = "kvcached_dist/sglang/compaction.py"
 LISTS = "kvcached_dist/sglang/lists.py"
 BOOK = "kvcached_dist/sglang/book.py"
 RUNTIME = "kvcached_dist/sglang/runtime.py"
+PLUGIN = "kvcached_dist/sglang/plugin.py"
+ENGINE = "kvcached_dist/sglang/engine.py"
 
 UNBROKEN = Mutant("unbroken", "nothing", COMPACTION, "LEAST_SHARE = 16\n", "LEAST_SHARE = 16  # as it is\n")
 
@@ -113,11 +115,33 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "sessions-are-closed-by-each-clock",
-        "S5: a rank whose clock has not closed a session moves nothing, and the others do",
+        "sessions-time-out-by-each-clock",
+        "S5: a rank that has not looked for timeouts yet moves nothing, and the others do",
         COMPACTION,
         "        self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)\n",
         "",
+    ),
+    Mutant(
+        "sessions-close-by-each-clock",
+        "S5: a session that was closed under its request goes at another time on each rank",
+        PLUGIN,
+        "        close_sessions(scheduler.session_controller)\n",
+        "",
+    ),
+    Mutant(
+        "sessions-close-before-the-mark",
+        "S5: a mark compares what rank 0 had before it closed a session",
+        PLUGIN,
+        "        for mark in marks:\n            self.runtime.apply(mark)\n",
+        "        close_sessions(scheduler.session_controller)\n"
+        "        for mark in marks:\n            self.runtime.apply(mark)\n",
+    ),
+    Mutant(
+        "sessions-are-asked-while-they-run",
+        "quantities: two lines of the engine's log in every step",
+        ENGINE,
+        "    if any(session.close_on_finish and not session._inflight for session in controller.sessions.values()):\n",
+        "    if any(session.close_on_finish for session in controller.sessions.values()):\n",
     ),
     Mutant(
         "moves-are-not-compared",

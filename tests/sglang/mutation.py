@@ -20,7 +20,11 @@ from tests.sglang.mutants import MUTANTS, UNBROKEN
 from tests.simulation.mutant import Mutant
 from tests.simulation.mutation import NOT_FOUND, ROOT, SITE_PACKAGES, Verdict, apply, look_for
 
-TESTS = ("tests/sglang/test_compaction.py", "tests/sglang/test_compaction_marks.py")
+TESTS = (
+    "tests/sglang/test_compaction.py",
+    "tests/sglang/test_compaction_marks.py",
+    "tests/sglang/test_runtime.py",
+)
 TIMEOUT_S = 300
 FAILED = 1
 """Exit status of pytest when tests have failed; others mean that none could run."""

@@ -137,8 +137,8 @@ def test_a_rank_that_moves_by_itself_differs_at_the_next_mark(
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_a_session_that_only_one_rank_has_closed_yet(page: int, engine_settings: Any) -> None:
-    """Closed while its request ran: the engine lets go of it up to a second later, by each rank's own clock."""
+def test_a_session_that_has_timed_out_on_one_rank_so_far(page: int, engine_settings: Any) -> None:
+    """The engine looks for timeouts once a second, by each rank's own clock."""
     one, other = Engine(page, "heads"), Engine(page, "heads")
     for engine in (one, other):
         streaming_session(engine)
@@ -152,7 +152,7 @@ def test_a_session_that_only_one_rank_has_closed_yet(page: int, engine_settings:
 
 
 def streaming_session(engine: Engine) -> None:
-    """One of three pages, told to close while its request ran, which has ended since."""
+    """One of three pages that has timed out."""
     from sglang.srt.managers.schedule_batch import ReqKvInfo
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.session.session_controller import Session
@@ -164,8 +164,8 @@ def streaming_session(engine: Engine) -> None:
     rows.write((row, slice(0, len(tokens))), tokens.to(torch.int32))
     kv = ReqKvInfo(req_pool_idx=row, kv_committed_len=len(tokens), kv_allocated_len=len(tokens))
     engine.cache.session.slots["s"] = SessionSlot(kv=kv)
-    session = Session(0, "s", streaming=True)
-    session.close_on_finish = True
+    session = Session(0, "s", streaming=True, timeout=1.0)
+    session.last_active_time -= 1.1
     engine.scheduler.session_controller.sessions["s"] = session
 
 

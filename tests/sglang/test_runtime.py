@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -157,15 +158,54 @@ def test_marks_are_applied_first_and_stay_in_the_list_for_the_next_stage() -> No
     log = Log([Reclaimed(Txn(1))])
     mark, request = Mark((b"x",)), object()
     received = [request, mark]
-    (_, handled), _ = serving(log)._requests_arrived("scheduler", received)
+    (_, handled), _ = serving(log)._requests_arrived(with_sessions(), received)
     assert handled == [request]
     assert received == [request, mark]
     assert log.applied == [(b"x",)]
 
 
 def test_a_list_without_marks_is_left_as_it_is() -> None:
-    assert serving(Log())._requests_arrived("scheduler", [object()]) is None
-    assert serving(Log())._requests_arrived("scheduler", []) is None
+    assert serving(Log())._requests_arrived(with_sessions(), [object()]) is None
+    assert serving(Log())._requests_arrived(with_sessions(), []) is None
+
+
+def with_sessions(**sessions: Any) -> Any:
+    """A scheduler with the engine's own sessions, which has looked for timeouts just now."""
+    from sglang.srt.session.session_controller import SessionController
+
+    controller = SessionController(
+        cast(Any, SimpleNamespace(release_radix_session=lambda _: 0, release_session=lambda _: None))
+    )
+    controller.sessions.update(sessions)
+    controller.maybe_reap(time.monotonic())
+    return SimpleNamespace(session_controller=controller)
+
+
+def test_a_session_that_was_closed_under_its_request_goes_in_the_step_behind_it(
+    engine_settings: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine would close it within a second, on each rank at another time: their lists would differ until then."""
+    from sglang.srt.session.session_controller import Session
+
+    closing, opened = Session(0, "closing", streaming=True), Session(0, "open", streaming=True)
+    closing._inflight = closing.close_on_finish = True
+    scheduler = with_sessions(closing=closing, open=opened)
+    held: list[list[str]] = []
+
+    class Looking(Log):
+        def apply(self, frames: tuple[bytes, ...]) -> tuple[Entry, ...]:
+            held.append(list(scheduler.session_controller.sessions))
+            return super().apply(frames)
+
+    plugin = serving(Looking())
+    caplog.set_level("INFO")
+    for _ in range(3):
+        plugin._requests_arrived(scheduler, [])
+    assert "Deferr" not in caplog.text, "nothing to do while it runs, and nothing to say"
+    closing._inflight = False
+    plugin._requests_arrived(scheduler, [Mark((b"x",))])
+    assert held == [["closing", "open"]], "rank 0 has made the mark before it closed anything"
+    assert list(scheduler.session_controller.sessions) == ["open"]
 
 
 def test_only_the_rank_that_pulls_puts_a_mark_and_only_when_there_is_something_to_say() -> None:
