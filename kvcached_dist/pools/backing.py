@@ -139,6 +139,18 @@ class StageBacking:
         blocks = self.stage.blocks(self.stage.pools[index])
         return tensors.pool_bytes(self._reservation(index), self.layouts[index], blocks, bank)
 
+    def lanes(self, domain: str) -> list[torch.Tensor]:
+        """Everything that the ids of a domain index, without a copy.
+
+        Args:
+            domain: name of the domain.
+
+        Returns:
+            For every buffer and bank of its pools on this stage: uint8 ``[blocks, block_bytes]``.
+        """
+        pools = [pool for pool in self.stage.pools if pool.domain == domain]
+        return [lane for pool in pools for bank in range(pool.banks) for lane in self.tensor(pool.name, bank)]
+
     def layer(
         self,
         pool: str,

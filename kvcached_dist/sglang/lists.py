@@ -68,6 +68,12 @@ class TokenList:
     # ------------------------------------------------------------------ for the engine's views
 
     @property
+    def device(self) -> torch.device:
+        """Where the engine's list is."""
+        device: torch.device = self._allocator.free_pages.device
+        return device
+
+    @property
     def missing(self) -> int:
         """Ids of the allocator that are not published: free to the engine's accounts, not in its list."""
         return self.book.ids - self.book.count
@@ -86,10 +92,9 @@ class TokenList:
 
     def beside(self, numbers: Ids) -> torch.Tensor:
         """Numbers on the device of the list, int64, without waiting for it."""
-        device = self._allocator.free_pages.device
         found = torch.from_numpy(numbers)
         # From page-locked memory: a copy from any other may wait for the stream.
-        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+        return found if self.device.type == "cpu" else found.pin_memory().to(self.device, non_blocking=True)
 
     def listed(self, ids: Ids) -> torch.Tensor:
         """Ids as the allocator keeps them, for :meth:`replace`."""

@@ -206,8 +206,11 @@ class Runtime:
 
     def _compacting(self) -> Compaction:
         if self._compaction is None:  # not before the engine has its prefix cache
-            stages, wanted = self.started.stage.pp_size, self.config.compaction
-            self._compaction = Compaction(self.lists, self._scheduler, stages, wanted=wanted)
+            started = self.started
+            lanes = {name: started.backing.lanes(name) for name in self.lists}
+            self._compaction = Compaction(
+                self.lists, self._scheduler, lanes, started.stage.pp_size, wanted=self.config.compaction
+            )
         return self._compaction
 
     def admit(self, owner: Any, ids: Any) -> Any:

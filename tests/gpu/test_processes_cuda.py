@@ -54,6 +54,8 @@ signal.pause()
 
 DRIVER_WAIT_S = 10.0
 """How long the driver may take to give back what a killed process has held."""
+DRIVER_KEEPS = 1 << 20
+"""Of its own, after the first large process on a card; 64 KiB were seen (H200, driver 580.159.04)."""
 
 
 def free_bytes() -> int:
@@ -78,15 +80,18 @@ def wait_for(reached: int, wait_s: float) -> float:
 
 
 def test_a_killed_process_gives_its_memory_back() -> None:
-    torch.zeros(1, device="cuda")
-    before = free_bytes()
-    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    assert before - free_bytes() >= HELD * GIB
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
-    wait_for(before, DRIVER_WAIT_S)
+    """To the byte, from the second one on: the driver keeps up to 64 KiB of what it needed for the first."""
+    before = settled_free_bytes()
+    for kept in (DRIVER_KEEPS, 0, 0):
+        process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert before - free_bytes() >= HELD * GIB
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        wait_for(before - kept, DRIVER_WAIT_S)
+        before = free_bytes()
 
 
 def test_a_rank_that_is_killed_and_started_again_finds_its_card_as_before(tmp_path: Path) -> None:

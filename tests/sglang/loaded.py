@@ -87,7 +87,12 @@ class Engine:
     @property
     def compaction(self) -> Compaction:
         """Of this rank, anew."""
-        return Compaction({specs.FULL: self.known}, self.scheduler, 1)
+        return Compaction({specs.FULL: self.known}, self.scheduler, self.lanes, 1)
+
+    @property
+    def lanes(self) -> dict[str, list[torch.Tensor]]:
+        """What the ids index, a row for each block."""
+        return {specs.FULL: [buffer.view(BLOCKS + 1, -1) for buffer in self.buffers]}
 
     def load(self, choose: random.Random) -> None:
         """Prompts that begin alike are kept; then most of them are evicted, whichever were asked for least lately."""

@@ -180,7 +180,7 @@ def test_the_next_request_is_given_ids_of_runs_that_stay(small: Engine) -> None:
 
 def test_rows_are_copied_in_parts_that_take_little_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = engine.rows()
-    width = engine.buffers[0][0].numel() * 2
+    width = engine.lanes[specs.FULL][0][0].nbytes
     monkeypatch.setattr(compaction, "CHUNK_BYTES", 5 * width)
     taken: list[int] = []
     select = torch.Tensor.index_select
@@ -224,7 +224,7 @@ def test_on_a_device_that_answers_late(engine_settings: Any) -> None:
 
 def test_a_full_card_makes_the_parts_smaller(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, select = engine.rows(), torch.Tensor.index_select
-    width = engine.buffers[0][0].numel() * 2
+    width = engine.lanes[specs.FULL][0][0].nbytes
     monkeypatch.setattr(compaction, "SMALL_CHUNK_BYTES", 2 * width)
     refused: list[int] = []
 
@@ -300,7 +300,7 @@ def test_not_now(why: Any, page: int, engine_settings: Any) -> None:
 
 
 def unsupported(engine: Engine, stages: int = 1, **more: Any) -> str:
-    made = Compaction({specs.FULL: engine.known, **more}, engine.scheduler, stages)
+    made = Compaction({specs.FULL: engine.known, **more}, engine.scheduler, engine.lanes, stages)
     state = engine.state()
     assert (made.run(), made.due(idle=True)) == (0, False)
     assert equal(engine.state(), state)
@@ -313,7 +313,8 @@ def test_it_is_possible_in_a_plain_engine(engine: Engine) -> None:
 
 def test_not_with_pipeline_stages_nor_with_other_domains(small: Engine) -> None:
     assert unsupported(small, stages=2) == "pipeline stages"
-    assert unsupported(small, swa=small.known) == "pools besides those of full attention"
+    assert unsupported(small, mamba=small.known) == "pools besides those of full attention and of a window"
+    assert unsupported(small, swa=small.known) == "nodes of full"
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_not_with_other_ways_of_caching(place: str, value: object, why: str, sma
     cache = small.cache
     before = getattr(cache, place)
     setattr(cache, place, value)
-    assert Compaction({specs.FULL: small.known}, small.scheduler, 1).unsupported == why
+    assert Compaction({specs.FULL: small.known}, small.scheduler, small.lanes, 1).unsupported == why
     setattr(cache, place, before)
     assert small.compaction.unsupported == ""
 
@@ -338,7 +339,7 @@ def test_not_in_caches_of_another_kind(small: Engine) -> None:
 
     cache = small.cache
     cache.tree_components = (ComponentType.FULL, ComponentType.SWA)
-    assert small.compaction.unsupported == "nodes of more than full attention"
+    assert small.compaction.unsupported == "nodes of full and swa"
     cache.tree_core = type("RustUnifiedTreeCore", (), {})()
     assert small.compaction.unsupported == "the prefix cache is a UnifiedRadixCache over a RustUnifiedTreeCore"
     small.scheduler.tree_cache = type("ChunkCache", (), {})()
@@ -369,7 +370,7 @@ def test_not_in_pools_and_allocators_of_another_kind(small: Engine) -> None:
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        ("cache.tree_core", "root_node"), ("allocator", "free_group"), ("pool", "v_buffer"),
+        ("cache.tree_core", "root_node"), ("allocator", "free_group"),
         ("scheduler", "page_size"), ("scheduler", "is_fully_idle"), ("scheduler", "session_controller"),
     ],
 )  # fmt: skip
@@ -398,5 +399,5 @@ def test_who_else_holds_ids_is_known_without_the_device(small: Engine, monkeypat
         raise AssertionError("looked at the tree or the device")
 
     monkeypatch.setattr(small.known, "free_ids", looked)
-    monkeypatch.setattr(mover, "_holders", looked)
+    monkeypatch.setattr(mover, "_nodes", looked)
     assert not mover.due(idle=True)

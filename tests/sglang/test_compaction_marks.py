@@ -18,7 +18,8 @@ from kvcached_dist.coord.core.entries import Entry, Evict
 from kvcached_dist.pools.specs import DomainSpec, StageSpec
 from kvcached_dist.sglang import compaction, specs
 from kvcached_dist.sglang.book import PageBook
-from kvcached_dist.sglang.compaction import Compaction, Move, plan
+from kvcached_dist.sglang.compaction import Compaction
+from kvcached_dist.sglang.placement import Move, plan
 from kvcached_dist.sglang.plugin import Plugin
 from kvcached_dist.sglang.runtime import Mark
 from tests.sglang.families import Rank, configurator
@@ -125,7 +126,8 @@ class Log:
 
     leads, calm, overage_bytes = True, False, 0
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.backing = SimpleNamespace(lanes=engine.lanes.__getitem__)
         self.entries: tuple[Entry, ...] = ()
         self.evictions: list[int] = []
         self.compactions = 0
@@ -179,7 +181,7 @@ def serving(engine: Engine, log: Log, budget: int, *, wanted: bool = True) -> Pl
 def test_at_the_mark_of_an_eviction_of_nothing_what_is_kept_is_moved(
     small: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = Log()
+    log = Log(small)
     plugin = serving(small, log, 10_000)
     plugin.runtime.apply(Mark((b"x",)))
     assert plugin.runtime.compacted_tokens == 0, "no eviction, nothing moves"
@@ -206,7 +208,7 @@ def plugin_state(plugin: Plugin, answer: Any) -> None:
 
 
 def test_an_idle_engine_within_its_budget_asks_once_for_a_mark(small: Engine) -> None:
-    log, needs = Log(), Idle()
+    log, needs = Log(small), Idle()
     plugin = serving(small, log, 10_000)
     plugin.runtime._needs = cast(Any, needs)
     needs.now = False
@@ -231,7 +233,7 @@ def test_an_idle_engine_within_its_budget_asks_once_for_a_mark(small: Engine) ->
 
 
 def test_switched_off_nothing_moves_and_the_log_says_so(small: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    log = Log()
+    log = Log(small)
     plugin = serving(small, log, 10_000, wanted=False)
     plugin.runtime._needs = cast(Any, Idle())
     caplog.set_level("INFO", "kvcached_dist.sglang")
@@ -244,7 +246,7 @@ def test_switched_off_nothing_moves_and_the_log_says_so(small: Engine, caplog: p
 
 
 def test_a_rank_that_cannot_move_ends_the_group_with_a_reason(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log()
+    log = Log(small)
     plugin = serving(small, log, 10_000)
     log.entries = (Evict(0),)
 
@@ -259,7 +261,7 @@ def test_a_rank_that_cannot_move_ends_the_group_with_a_reason(small: Engine, mon
 
 
 def test_what_has_to_go_goes_before_the_rest_moves(small: Engine) -> None:
-    log = Log()
+    log = Log(small)
     plugin = serving(small, log, small.cached - 5)
     plugin.runtime._needs = cast(Any, Idle())
     plugin.runtime.decide([])
@@ -367,7 +369,8 @@ def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
         page_size=1, tree_cache=cache, is_fully_idle=lambda: True, session_controller=SessionController(cache),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
     )  # fmt: skip
-    made = Compaction(rank.runtime.lists, scheduler, 1)
+    lanes = {name: rank.coordinator.backing.lanes(name) for name in rank.runtime.lists}
+    made = Compaction(rank.runtime.lists, scheduler, lanes, 1)
     for _ in range(100):
         rank.step({specs.FULL: 0}, idle=True)
     assert rank.mapped_bytes() > 0.8 * full, "100 of 1500 tokens keep all of it"

@@ -1,0 +1,134 @@
+"""Where the ids that a prefix cache holds should lie so that the fewest stay published."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from .book import PageBook
+from .census import Ids
+
+LEAST_SHARE = 16
+"""What is moved must free at least one in so many of the ids that the cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Ids that change places.
+
+    Attributes:
+        sources: ids that are left, ascending.
+        targets: where each of them goes, ascending; none of them was in use.
+        free: all free ids afterwards, in the order in which they are given.
+    """
+
+    sources: Ids
+    targets: Ids
+    free: Ids
+
+
+def plan(book: PageBook, used: Ids) -> Move | None:
+    """Where ids in use should lie so that the fewest stay published.
+
+    The runs that are filled are those that have the fewest ids of all that have enough together. Runs that hold
+    something already are filled instead where that keeps about as little, because less moves.
+
+    Args:
+        book: what is published, and in which runs.
+        used: ids in use, each once, in any order.
+
+    Returns:
+        The same for equal arguments, on every rank; ``None``: it would not free enough. ``None`` also for what this
+        has made, unless new runs were published or ids freed.
+    """
+    used = np.sort(used)
+    firsts, counts = book.runs()
+    sizes = np.array([book.ids_of(int(first), int(count)).size for first, count in zip(firsts, counts, strict=True)])
+    held = np.bincount(_run_of(firsts, used, book), minlength=len(firsts))
+    worth = -(-used.size // LEAST_SHARE)
+    least = _least(firsts, sizes, held, used.size, book.blocks_per_page)
+    chosen = _held_first(firsts, sizes, held, used.size)
+    if sizes[chosen].sum() >= sizes[least].sum() + worth:
+        chosen = least
+    kept = np.zeros(len(firsts), dtype=np.bool_)
+    kept[chosen] = True
+    gain = int(sizes[(held > 0) & ~kept].sum() - sizes[(held == 0) & kept & (firsts > 0)].sum())
+    if gain < max(1, worth):
+        return None
+    filled = np.concatenate([book.ids_of(int(firsts[run]), int(counts[run])) for run in chosen])[: used.size]
+    filled.sort()
+    rest = np.setdiff1d(book.all_ids(), filled, assume_unique=True)
+    # What the next request takes should not lie in runs that are about to go.
+    stays = kept[_run_of(firsts, rest, book)]
+    return Move(
+        np.setdiff1d(used, filled, assume_unique=True),
+        np.setdiff1d(filled, used, assume_unique=True),
+        np.concatenate((rest[stays], rest[~stays])),
+    )
+
+
+def _least(firsts: Ids, sizes: Ids, held: Ids, used: int, per_page: int) -> list[int]:
+    """Runs with the fewest ids of all that have so many; of equal lengths those that hold most, the last one least.
+
+    Lengths are whole pages and few of them differ, so all sums up to a little more than what is in use are found at
+    once, as the bits of one number.
+    """
+    # The run of the null block never goes, so it is filled in any case.
+    null = [run for run in range(len(firsts)) if not firsts[run]]
+    wanted = -(-(used - int(sizes[null].sum())) // per_page)
+    if wanted <= 0:
+        return null
+    of_length: dict[int, list[int]] = defaultdict(list)
+    for run in sorted(set(range(len(firsts))) - set(null), key=lambda run: (-held[run], firsts[run])):
+        of_length[int(sizes[run]) // per_page].append(run)
+    if sum(length * len(runs) for length, runs in of_length.items()) < wanted:
+        return [*null, *sorted(set(range(len(firsts))) - set(null), key=lambda run: (-held[run], firsts[run]))]
+    # So many of a length, by powers of two: with a few parts for each length every number can be had.
+    parts = [(length, some) for length in sorted(of_length) for some in _parts(len(of_length[length]))]
+    below = (1 << wanted + max(of_length)) - 1
+    sums, before = 1, []
+    for length, some in parts:
+        before.append(sums)
+        sums |= (sums << length * some) & below
+    left = wanted + ((sums >> wanted) & -(sums >> wanted)).bit_length() - 1
+    chosen: list[int] = []
+    for (length, some), without in zip(reversed(parts), reversed(before), strict=True):
+        if length * some <= left and without >> left - length * some & 1:
+            chosen += of_length[length][:some]
+            del of_length[length][:some]
+            left -= length * some
+    return [*null, *sorted(chosen, key=lambda run: (-held[run], firsts[run]))]
+
+
+def _parts(count: int) -> list[int]:
+    """Numbers of which some add up to each number up to this one, and no more."""
+    parts = []
+    while count:
+        parts.append(-(-count // 2))
+        count -= parts[-1]
+    return parts
+
+
+def _held_first(firsts: Ids, sizes: Ids, held: Ids, used: int) -> list[int]:
+    """Runs that so many ids fill, those that hold something first, then long ones, the last one perhaps in part."""
+    order = sorted(
+        range(len(firsts)), key=lambda run: (firsts[run] > 0, not held[run], -sizes[run], -held[run], firsts[run])
+    )
+    chosen: list[int] = []
+    for run in order:
+        if used and (sizes[run] <= used or not firsts[run]):
+            chosen.append(run)
+            used -= min(used, int(sizes[run]))
+    if not used:
+        return chosen
+    left = set(order) - set(chosen)
+    return [*chosen, min(left, key=lambda run: (sizes[run], -held[run], firsts[run]))]
+
+
+def _run_of(firsts: Ids, ids: Ids, book: PageBook) -> Ids:
+    return np.searchsorted(firsts, ids // book.blocks_per_page, side="right") - 1
+
+
+__all__ = ["Move", "plan"]
