@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Iterator
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -16,7 +18,7 @@ from kvcached_dist import InvariantViolation
 from kvcached_dist.config import Config
 from kvcached_dist.coord.core.entries import Entry, Evict
 from kvcached_dist.pools.specs import DomainSpec, StageSpec
-from kvcached_dist.sglang import compaction, specs
+from kvcached_dist.sglang import compaction, placement, specs
 from kvcached_dist.sglang.book import PageBook
 from kvcached_dist.sglang.compaction import Compaction
 from kvcached_dist.sglang.placement import Move, plan
@@ -109,6 +111,43 @@ def test_full_runs_stay_where_an_empty_one_would_hold_them_all() -> None:
     move = plan(book((0, 1), *full, *half, (200, 110)), np.array(used))
     assert move is not None
     assert (len(move.sources), move.targets.max() < 200) == (5, True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_runs_with_fewer_ids_would_hold_what_is_in_use(seed: int) -> None:
+    """Beside all sets of runs there are."""
+    choose = random.Random(seed)
+    lengths, per_page = [choose.choice((1, 2, 3, 5, 8, 13, 21)) for _ in range(9)], choose.choice((1, 4))
+    runs, pages = [], 0
+    for length in [1, *lengths]:
+        runs.append((pages, length))
+        pages += length + choose.randrange(3)
+    # Of the last page there may be only a part.
+    made = PageBook("full", pages * per_page, per_page, (sum(runs[-1]) * per_page) - 1 - choose.randrange(per_page))
+    for run in runs:
+        made.add(*run)
+    ids = made.all_ids()
+    used = np.array(sorted(choose.sample(ids.tolist(), choose.randrange(1, ids.size // 2))))
+    firsts, counts = made.runs()
+    sizes = [made.ids_of(int(at), int(n)).size for at, n in zip(firsts, counts, strict=True)]
+    sums = (sum(chosen) for few in range(10) for chosen in combinations(sizes[1:], few))
+    fewest = sizes[0] + min(found for found in sums if sizes[0] + found >= used.size)
+    move = plan(made, used)
+    at = np.array(places(move, used.tolist())) if move is not None else used
+    held = set((np.searchsorted(firsts, at // per_page, side="right") - 1).tolist()) | {0}
+    assert fewest <= sum(sizes[run] for run in held) < fewest + -(-used.size // placement.LEAST_SHARE)
+
+
+def test_thousands_of_runs_take_no_time_that_anybody_notices() -> None:
+    choose = random.Random(1)
+    made, first = PageBook("full", 1 << 20, 1, 1 << 20), 0
+    for _ in range(3000):
+        made.add(first, length := choose.randrange(1, 300))
+        first += length
+    used = np.array(sorted(choose.sample(made.all_ids().tolist(), 100_000)))
+    begin = time.monotonic()
+    assert plan(made, used) is not None
+    assert time.monotonic() - begin < 5.0
 
 
 def test_a_run_of_which_a_part_went_is_two() -> None:

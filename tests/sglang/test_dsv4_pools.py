@@ -35,18 +35,22 @@ def configurator(pp_rank: int = 0, pp_size: int = 1) -> Any:
     )  # fmt: skip
 
 
-def takeover(pp_rank: int = 0, pp_size: int = 1) -> specs.Takeover:
+def takeover(
+    pp_rank: int = 0, pp_size: int = 1, *, full_pages: int = FULL_PAGES, swa_pages: int = SWA_PAGES
+) -> specs.Takeover:
     return specs.dsv4_stage(
-        configurator(pp_rank, pp_size), full_tokens=FULL_PAGES * PAGE, swa_tokens=SWA_PAGES * PAGE, request_slots=SLOTS
+        configurator(pp_rank, pp_size), full_tokens=full_pages * PAGE, swa_tokens=swa_pages * PAGE, request_slots=SLOTS
     )
 
 
-def engine_pool(start: int = 0, end: int = len(RATIOS)) -> Any:
+def engine_pool(
+    start: int = 0, end: int = len(RATIOS), *, full_pages: int = FULL_PAGES, swa_pages: int = SWA_PAGES
+) -> Any:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
     return DeepSeekV4TokenToKVPool(
-        max_num_reqs=SLOTS - 1, num_req_slots=SLOTS, swa_size=SWA_PAGES * PAGE, c4_size=FULL_PAGES * PAGE // 4,
-        c128_size=FULL_PAGES * PAGE // 128, c4_state_pool_size=SWA_PAGES * PAGE // 128 * 8, c128_state_pool_size=0,
+        max_num_reqs=SLOTS - 1, num_req_slots=SLOTS, swa_size=swa_pages * PAGE, c4_size=full_pages * PAGE // 4,
+        c128_size=full_pages * PAGE // 128, c4_state_pool_size=swa_pages * PAGE // 128 * 8, c128_state_pool_size=0,
         page_size=PAGE, swa_page_size=PAGE, sliding_window=128, dtype=torch.float8_e4m3fn,
         c4_state_dtype=torch.float32, c128_state_dtype=torch.float32, qk_nope_head_dim=448, qk_rope_head_dim=64,
         indexer_head_dim=128, layer_num=end - start, device="cpu", enable_memory_saver=False,
@@ -72,18 +76,18 @@ def tensors(pool: Any) -> dict[str, list[torch.Tensor]]:
 class Elastic:
     """An engine pool over reservations; page 0 of every domain is backed."""
 
-    def __init__(self, registry: Any, pp_rank: int = 0, pp_size: int = 1) -> None:
+    def __init__(self, registry: Any, pp_rank: int = 0, pp_size: int = 1, **pages: int) -> None:
         from sglang.srt.plugins.hook_registry import HookType
 
         self.plugin = Plugin(Config.preset("tests"))
         self.plugin.register(registry, HookType)
         registry.apply_hooks()
-        self.taken = takeover(pp_rank, pp_size)
+        self.taken = takeover(pp_rank, pp_size, **pages)
         self.backing = StageBacking.open(_native.HostDevice(64 << 20, 4096), self.taken.stage)
         self.back(0)
         made = buffers.Dsv4Buffers(self.backing, PAGE)
         self.plugin.building.dsv4 = made
-        self.pool = engine_pool(self.taken.stage.first_layer, self.taken.stage.end_layer)
+        self.pool = engine_pool(self.taken.stage.first_layer, self.taken.stage.end_layer, **pages)
         made.finish()
         self.plugin.building.dsv4 = None
 
