@@ -5,9 +5,14 @@
     scripts/check_gpu.py --memcheck --json docs/benchmarks/data/memcheck-h200.json
     scripts/check_gpu.py -- -k graphs -x
 
-Runs ``tests/gpu`` with the interpreter that runs this, in which kvcached_dist must be installed. ``--memcheck`` runs
-them below ``compute-sanitizer --tool memcheck``, with every process that they start: it sees each access of a kernel,
-and each call of the driver. Refusals of the driver are what some of these tests are about, so those do not count.
+Runs ``tests/gpu`` with the interpreter that runs this, in which kvcached_dist must be installed. The tests run in the
+root of the tree, whose own ``kvcached_dist/`` hides an installed one and must find the compiled part: the install is
+editable, or the installed ``_native*.so`` is copied beside the sources.
+
+``--memcheck`` runs them below ``compute-sanitizer --tool memcheck``, with every process that they start: it sees each
+access of a kernel, and each call of the driver. Refusals of the driver are what some of these tests are about, so those
+do not count. It writes one log, of all processes. That it sees those that are started is tried first, with a program
+whose child writes where no memory is (``tests/gpu/stray.py``, which needs cuda-python).
 
 Exit 0: every test passed (and no process had an error), 1: not so, 2: it could not be tried here, with the reason.
 """
@@ -53,12 +58,17 @@ ENDING = re.compile(
     r"^=========\s*(Error: process didn't terminate successfully|Target application returned an error|"
     r"Error: couldn't find exit code|The application may have hit an error when dereferencing Unified Memory)"
 )
-"""How a process ended, and no error in memory: killed by a test, or with a status that its test asks for."""
-NO_CUDA = "Target application terminated before first instrumented API call"
-"""Of a process that never called the driver."""
+"""How the tests ended, and no error in memory: killed, or with a status other than 0 as when a test fails."""
+
+PLANTED = ROOT / "tests" / "gpu" / "stray.py"
+"""Has one error in memory, in a process that it starts."""
+PLANTED_S = 120.0
+"""For it to end: two processes and one kernel."""
+IMPORT_S = 60.0
+"""For an interpreter to import what the tests need."""
 
 SHOWN_LINES = 40
-"""Of what the checker says of one process."""
+"""Of what the checker says."""
 INTERRUPTED_S = 20.0
 """For the tests to end after the time is over."""
 
@@ -86,12 +96,12 @@ class Test:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the memory checker says of one process.
+    """What the memory checker says of a run, all processes together. Of one that was killed it says nothing.
 
     Attributes:
-        errors: as it counts them; ``None``: the process ended before it could, as some tests do to it.
+        errors: as it counts them; ``None``: it was ended before it could.
         said: its lines but for the header and the ending, the first ones.
-        ending: what it says of how the process ended.
+        ending: what it says of how the run ended.
     """
 
     errors: int | None
@@ -100,7 +110,7 @@ class Checked:
 
     @property
     def clean(self) -> bool:
-        """Nothing was found as long as it was watched."""
+        """Nothing was found as long as it watched."""
         return not self.errors and not self.said
 
 
@@ -117,22 +127,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotHere as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        planted = plant(folder) if chosen.memcheck else None
         began = time.monotonic()
-        ended = run(chosen, Path(folder))
-        tests = read_tests(Path(folder) / "tests.xml")
-        logs = [path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.memcheck"))]
-        checked = [read_checked(text) for text in logs if NO_CUDA not in text]
+        ended = run(chosen, folder)
+        tests = read_tests(folder / "tests.xml")
+        checked = read_checked(folder / "memcheck.log") if chosen.memcheck else None
     report |= {"seconds": round(time.monotonic() - began, 1), "exit_status": ended}
     report["tests"] = [{key: value for key, value in asdict(test).items() if value != ""} for test in tests]
-    if chosen.memcheck:
-        report["processes"] = [asdict(process) for process in checked]
-        report["processes_without_cuda"] = len(logs) - len(checked)
-    wrong = problems(ended, tests, checked if chosen.memcheck else None)
+    if checked is not None:
+        report |= {"planted": planted, **asdict(checked)}
+    wrong = problems(ended, tests, checked, planted)
     report["problems"] = wrong
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report) + "\n")
-    print(in_words(tests, checked if chosen.memcheck else None), *wrong, sep="\n")
+    print(in_words(tests, checked), *wrong, sep="\n")
     return 1 if wrong else 0
 
 
@@ -140,7 +150,8 @@ def describe(chosen: argparse.Namespace) -> dict[str, Any]:
     """Everything that a reader needs to judge the outcome.
 
     Raises:
-        NotHere: not installed, no usable card, or no memory checker where one is asked for.
+        NotHere: not installed, not seen by the tests, no usable card, or nothing to check memory with where that is
+            asked for.
     """
     try:
         from kvcached_dist import __version__, _native
@@ -149,11 +160,23 @@ def describe(chosen: argparse.Namespace) -> dict[str, Any]:
             f"kvcached_dist cannot be imported by {sys.executable}, run this with one that can: {error}"
         ) from error
 
+    # The import above finds the installed package: the folder of this script comes first there, and not the root.
+    refused = _refused("from kvcached_dist import _native")
+    if refused:
+        raise NotHere(
+            f"the tests import kvcached_dist from {ROOT}, which does not find its compiled part: {refused}; build in "
+            "place: python -m pip install --no-build-isolation --no-deps -e . (or copy the installed _native*.so into "
+            "kvcached_dist/)"
+        )
     usable, reason = _native.cuda_available()
     if not usable:
         raise NotHere(f"no test of cards can run here: {reason}")
-    if chosen.memcheck and shutil.which(SANITIZER[0]) is None:
-        raise NotHere(f"{SANITIZER[0]} is not on the PATH; it comes with the CUDA toolkit")
+    if chosen.memcheck:
+        if shutil.which(SANITIZER[0]) is None:
+            raise NotHere(f"{SANITIZER[0]} is not on the PATH; it comes with the CUDA toolkit")
+        refused = _refused("from cuda.bindings import driver, nvrtc")
+        if refused:
+            raise NotHere(f"the memory checker is tried with a kernel, which needs cuda-python: {refused}")
     import torch
 
     cards = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
@@ -180,27 +203,55 @@ def _said(*command: str) -> str:
         return f"unknown ({error})"
 
 
+def _refused(statement: str) -> str:
+    """Why a process like that of the tests cannot import something; empty: it can."""
+    command = [sys.executable, "-c", statement]
+    try:
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=IMPORT_S)
+    except subprocess.CalledProcessError as error:
+        return (error.stderr.strip() or str(error)).splitlines()[-1]
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""
+
+
+def plant(folder: Path) -> int | None:
+    """Errors that the memory checker counts where a process that is started has one; ``None``: it cannot say."""
+    log = folder / "planted.log"
+    _within(PLANTED_S, [*_below(log), sys.executable, str(PLANTED)])
+    return read_checked(log).errors
+
+
 def run(chosen: argparse.Namespace, folder: Path) -> int:
     """Run the tests; their exit status, 124 when they took too long.
 
     Args:
         chosen: arguments of this script.
-        folder: gets the outcomes, ``tests.xml`` and a ``*.memcheck`` per process.
+        folder: gets the outcomes, ``tests.xml`` and ``memcheck.log``.
     """
     below: tuple[str, ...] = ()
     more: list[str] = []
     if chosen.memcheck:
-        below = (*SANITIZER, "--log-file", str(folder / "%p.memcheck"))
+        below = _below(folder / "memcheck.log")
         # Kernels take many times as long there. Tests that say themselves how long they may take have the time.
         more = ["-o", "timeout=600", *(f"--deselect={name}" for name in NOT_BELOW_THE_CHECKER)]
     command = [
         *below, sys.executable, "-m", "pytest", "--lane", "gpu", "tests/gpu", f"--junitxml={folder / 'tests.xml'}",
         "-o", "junit_family=xunit2", *more, *chosen.pytest,
     ]  # fmt: skip
-    # A group of its own: when the time is over nothing that the tests have started may keep the card.
+    return _within(chosen.limit_s, command)
+
+
+def _below(log: Path) -> tuple[str, ...]:
+    return (*SANITIZER, "--log-file", str(log))
+
+
+def _within(limit_s: float, command: Sequence[str]) -> int:
+    """Run something in the root of the tree; its exit status, 124 when it took too long."""
+    # A group of its own: when the time is over nothing that it has started may keep the card.
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
-            return process.wait(chosen.limit_s)
+            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return 124
         finally:
@@ -233,8 +284,9 @@ def read_tests(path: Path) -> list[Test]:
     return found
 
 
-def read_checked(text: str) -> Checked:
-    """What the memory checker has written of one process."""
+def read_checked(path: Path) -> Checked:
+    """What the memory checker has written; nothing where it did not come so far."""
+    text = path.read_text(errors="replace") if path.exists() else ""
     counts = [int(count) for count in SUMMARY.findall(text)]
     lines = [line for line in text.splitlines() if line.startswith("=========") and not HEADER.match(line)]
     said = [line for line in lines if not ENDING.match(line)]
@@ -243,7 +295,7 @@ def read_checked(text: str) -> Checked:
     )
 
 
-def problems(ended: int, tests: Sequence[Test], checked: Sequence[Checked] | None) -> list[str]:
+def problems(ended: int, tests: Sequence[Test], checked: Checked | None, planted: int | None) -> list[str]:
     """Why this is no success; empty: it is one."""
     wrong = [test for test in tests if test.outcome in ("failed", "error")]
     found = [f"{test.outcome}: {test.test} {test.said}".rstrip() for test in wrong]
@@ -254,25 +306,24 @@ def problems(ended: int, tests: Sequence[Test], checked: Sequence[Checked] | Non
     if not any(test.outcome == "passed" for test in tests):
         found.append("no test has passed")
     if checked is not None:
-        if not any(process.errors is not None for process in checked):
-            found.append("the memory checker has watched no process to its end")
-        found += [
-            "\n".join((f"memory checker, in a process: {process.errors} errors", *process.said))
-            for process in checked
-            if not process.clean
-        ]
+        if not planted:
+            found.append("the memory checker does not see what processes do that the tests start")
+        if checked.errors is None:
+            found.append("the memory checker has not come to its end")
+        if not checked.clean:
+            count = "uncounted" if checked.errors is None else checked.errors
+            found.append("\n".join((f"memory checker: {count} errors", *checked.said)))
     return found
 
 
-def in_words(tests: Sequence[Test], checked: Sequence[Checked] | None) -> str:
+def in_words(tests: Sequence[Test], checked: Checked | None) -> str:
     """One line for people."""
     outcomes = [test.outcome for test in tests]
     text = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "error", "skipped"))
     if checked is None:
         return text
-    unfinished = sum(process.errors is None for process in checked)
-    errors = sum(process.errors or 0 for process in checked)
-    return f"{text}; memory checker: {errors} errors in {len(checked)} processes; {unfinished} ended without its count"
+    count = "ended without its count" if checked.errors is None else f"{checked.errors} errors"
+    return f"{text}; memory checker: {count}"
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class Compaction:
     def _nodes(self) -> list[tuple[Any, Any]]:
         """What of the cache's nodes has ids, each with an attribute ``value``: of full attention, and of the window.
 
-        A node without a window of its own, or in a cache without windows, has ``None`` there.
+        ``None`` is there for a window that a node has no ids of, and in a cache without windows.
         """
         cache = self._scheduler.tree_cache
         full, *more = cache.tree_components
@@ -206,8 +206,9 @@ class Compaction:
         while nodes:
             node = nodes.pop()
             nodes.extend(node.children.values())
-            window = node.component_data[more[0]] if more else None
-            found.append((node.component_data[full], None if window is None or window.value is None else window))
+            data = node.component_data
+            if data[full].value is not None:
+                found.append((data[full], data[more[0]] if more and data[more[0]].value is not None else None))
         return found
 
     def _held(self) -> dict[str, Held] | None:
@@ -229,7 +230,7 @@ class Compaction:
         if not nodes or any(len(full.value) != len(window.value) for full, window in nodes if window is not None):
             return None
         windows = [number for number, (_, window) in enumerate(nodes) if window is not None]
-        of = {specs.FULL: ([full for full, _ in nodes], range(len(nodes)))}
+        of: dict[str, tuple[list[Any], Sequence[int]]] = {specs.FULL: ([full for full, _ in nodes], range(len(nodes)))}
         if specs.SWA in self._lists:
             of[specs.SWA] = [nodes[number][1] for number in windows], windows
             if not self._is_mapped([nodes[number] for number in windows]):

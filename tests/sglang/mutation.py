@@ -23,6 +23,7 @@ from tests.simulation.mutation import NOT_FOUND, ROOT, SITE_PACKAGES, Verdict, a
 TESTS = (
     "tests/sglang/test_compaction.py",
     "tests/sglang/test_compaction_marks.py",
+    "tests/sglang/test_compaction_windows.py",
     "tests/sglang/test_runtime.py",
 )
 TIMEOUT_S = 300

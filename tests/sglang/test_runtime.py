@@ -39,6 +39,7 @@ class Log:
         self.domains = {name: SimpleNamespace(growable=growable) for name in (specs.FULL, specs.ROWS)}
         self.going_on: list[list[int]] = []
         self.stage = stage()
+        self.backing = SimpleNamespace(lanes=lambda _domain: [])
 
     def goes_on(self, wanted: list[int]) -> bool:
         self.going_on.append(wanted)

@@ -60,7 +60,9 @@ def load(request: Any) -> Load:
 @pytest.fixture(scope="module")
 def server(load: Load) -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="kvcached-sglang-", dir="/dev/shm"))
-    started = load.served.start(folder, elastic() | {"KVCACHED_MAX_CACHED_TOKENS": str(load.budget), "KVCACHED_DIST_RUN_PAGES_MAX": "4"})
+    started = load.served.start(
+        folder, elastic() | {"KVCACHED_MAX_CACHED_TOKENS": str(load.budget), "KVCACHED_DIST_RUN_PAGES_MAX": "4"}
+    )
     yield started
     started.stop()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,10 @@
-"""What the script for cards says of a run: outcomes, processes below the memory checker, and what is no success."""
+"""What the script for cards says of a run: outcomes, what the memory checker has found, and what is no success."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +18,16 @@ from scripts import check_gpu
 
 HEADER = "========= COMPUTE-SANITIZER\n"
 CLEAN = f"{HEADER}========= ERROR SUMMARY: 0 errors\n"
-KILLED = f"""{HEADER}========= Error: process didn't terminate successfully
-=========     The application may have hit an error when dereferencing Unified Memory from the host.
-========= Target application returned an error
-"""
-WITHOUT_CUDA = f"{HEADER}========= Error: Target application terminated before first instrumented API call\n"
-STRAY = f"""{HEADER}========= Invalid __global__ read of size 4 bytes
-=========     at reads(float *)+0x150
+RETURNED = "========= Target application returned an error\n"
+FAILING = f"{HEADER}{RETURNED}========= ERROR SUMMARY: 0 errors\n"
+STRAY = f"""{HEADER}========= Invalid __global__ write of size 8 bytes
+=========     at f+0x50
 =========     by thread (0,0,0) in block (0,0,0)
-=========     Address 0x7f0000000000 is out of bounds
-=========
+=========     Access to 0x7f1234560000 is out of bounds
+=========     and is 74,181,901,825 bytes after the nearest allocation at 0x7f00eec00000 of size 512 bytes
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: <module> in <string>:8
+=========\x20
 ========= ERROR SUMMARY: 1 error
 """
 
@@ -37,11 +39,13 @@ FAILED = (
 )
 
 CHECKER = """#!{python}
-import os, re, sys
-said = {said!r}
-written = sys.argv[sys.argv.index("--log-file") + 1]
-for number, text in enumerate(said):
-    open(written.replace("%p", str(number)), "w").write(text)
+import sys
+planted = {program!r} in sys.argv
+said = {planted!r} if planted else {said!r}
+if said is not None:
+    open(sys.argv[sys.argv.index("--log-file") + 1], "w").write(said)
+if planted:
+    sys.exit(86)
 tests, = [argument.split("=", 1)[1] for argument in sys.argv if argument.startswith("--junitxml=")]
 open(tests, "w").write("<testsuites><testsuite>" + {cases!r} + "</testsuite></testsuites>")
 sys.exit({status})
@@ -54,9 +58,10 @@ Run = Callable[..., dict[str, Any]]
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the script with a checker that does not run the tests, and says what it is told."""
 
-    def run(*said: str, cases: str = PASSED, status: int = 0) -> dict[str, Any]:
+    def run(said: str | None, planted: str | None = STRAY, cases: str = PASSED, status: int = 0) -> dict[str, Any]:
         tool = tmp_path / check_gpu.SANITIZER[0]
-        tool.write_text(CHECKER.format(python=sys.executable, said=said, cases=cases, status=status))
+        filled = {"said": said, "planted": planted, "cases": cases, "status": status}
+        tool.write_text(CHECKER.format(python=sys.executable, program=str(check_gpu.PLANTED), **filled))
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.setattr(check_gpu, "describe", lambda _chosen: {"cards": ["a card"]})
@@ -83,34 +88,121 @@ def test_an_interpreter_without_the_package_is_told_in_a_line(monkeypatch: pytes
     assert said.count("\n") == 1
 
 
-def test_a_clean_run_with_processes_that_tests_have_killed(checked: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    report = checked(CLEAN, KILLED, CLEAN, HEADER, WITHOUT_CUDA, cases=PASSED + SKIPPED)
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter whose children see no installed package, and a tree for them: what is in it is not compiled."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    interpreter.chmod(0o755)
+    (tmp_path / "kvcached_dist").mkdir()
+    (tmp_path / "kvcached_dist" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(check_gpu, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_tree_that_hides_the_installed_package_is_told_with_what_to_do(bare: Path, capsys: Any) -> None:
+    assert check_gpu.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"check_gpu: the tests import kvcached_dist from {bare}, which does not find its compiled part"
+    )
+    assert "cannot import name '_native' from 'kvcached_dist'" in said
+    assert "python -m pip install --no-build-isolation --no-deps -e ." in said
+    assert said.count("\n") == 1
+
+
+def test_the_checker_is_not_tried_without_what_the_planted_error_needs(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(_native, "cuda_available", lambda: (True, ""))
+    (bare / "kvcached_dist" / "_native.py").touch()
+    monkeypatch.setenv("PATH", str(bare))
+    assert check_gpu.main(["--memcheck"]) == 2
+    assert "compute-sanitizer is not on the PATH" in capsys.readouterr().err
+    (bare / check_gpu.SANITIZER[0]).write_text("")
+    (bare / check_gpu.SANITIZER[0]).chmod(0o755)
+    assert check_gpu.main(["--memcheck"]) == 2
+    assert "needs cuda-python: ModuleNotFoundError: No module named 'cuda'" in capsys.readouterr().err
+
+
+def test_a_clean_run(checked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    report = checked(CLEAN, cases=PASSED + SKIPPED)
     assert report["problems"] == []
     assert report["tests"] == [
         {"test": "tests.gpu.test_a::test_one", "seconds": 0.5, "outcome": "passed"},
         {"test": "tests.gpu.test_a::test_two", "seconds": 0.0, "outcome": "skipped", "said": "two cards"},
     ]
-    assert [process["errors"] for process in report["processes"]] == [0, None, 0, None]
-    assert report["processes"][1]["ending"][0].endswith("process didn't terminate successfully")
-    assert report["processes_without_cuda"] == 1
-    assert "0 errors in 4 processes; 2 ended without its count" in capsys.readouterr().out
+    assert (report["planted"], report["errors"], report["said"], report["ending"]) == (1, 0, [], [])
+    assert "1 skipped; memory checker: 0 errors" in capsys.readouterr().out
 
 
-def test_an_error_in_any_process_is_no_success_whether_it_was_killed_or_not(checked: Run) -> None:
-    for text in (STRAY, STRAY.rpartition("========= ERROR")[0]):
-        (problem,) = checked(CLEAN, text)["problems"]
-        assert problem.startswith("memory checker, in a process: ")
-        assert "Invalid __global__ read of size 4 bytes" in problem
+def test_an_error_in_any_process_is_no_success_whether_all_tests_pass_or_not(checked: Run) -> None:
+    for status in (86, 0):
+        report = checked(STRAY, status=status)
+        assert report["errors"] == 1
+        assert report["problems"][-1].startswith("memory checker: 1 errors\n")
+        assert "Invalid __global__ write of size 8 bytes" in report["problems"][-1]
+        assert len(report["said"]) == 7
 
 
-def test_a_checker_that_has_watched_nothing_is_no_success(checked: Run) -> None:
-    assert checked()["problems"] == checked(KILLED)["problems"] == checked(WITHOUT_CUDA)["problems"]
-    assert checked(KILLED)["problems"] == ["the memory checker has watched no process to its end"]
+def test_a_checker_that_was_ended_before_its_count_is_no_success(checked: Run, capsys: Any) -> None:
+    for text in (None, HEADER):
+        report = checked(text)
+        assert report["problems"] == ["the memory checker has not come to its end"]
+        assert report["errors"] is None
+        assert "memory checker: ended without its count" in capsys.readouterr().out
+    _, problem = checked(STRAY.rpartition("========= ERROR")[0])["problems"]
+    assert problem.startswith("memory checker: uncounted errors\n")
+    assert "Invalid __global__ write of size 8 bytes" in problem
+
+
+def test_a_checker_that_does_not_see_the_planted_error_is_no_success(checked: Run) -> None:
+    for text, count in ((CLEAN, 0), (HEADER, None), (None, None)):
+        report = checked(CLEAN, planted=text)
+        assert report["problems"] == ["the memory checker does not see what processes do that the tests start"]
+        assert report["planted"] == count
+
+
+CUDA = """
+import os
+class Call:
+    def __init__(self, name):
+        self.name = name
+    def __getattr__(self, name):
+        return Call(name)
+    def __call__(self, *given):
+        print(self.name, os.getpid(), given, flush=True)
+        return (700 if self.name == "cuCtxSynchronize" else 0), 8
+def __getattr__(name):
+    return Call(name)
+"""
+
+
+def test_the_planted_error_is_in_a_child_and_no_process_fails_for_it(tmp_path: Path) -> None:
+    bindings = tmp_path / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    for path in (bindings.parent, bindings):
+        (path / "__init__.py").touch()
+    for name in ("driver", "nvrtc"):
+        (bindings / f"{name}.py").write_text(CUDA)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(check_gpu.PLANTED)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(30)
+    assert process.returncode == 0
+    calls = [line.split(maxsplit=2) for line in said.splitlines()]
+    assert [name for name, _, _ in calls][-2:] == ["cuLaunchKernel", "cuCtxSynchronize"]
+    assert "((8,)," in calls[-2][2]
+    assert str(process.pid) not in {pid for _, pid, _ in calls}
 
 
 def test_tests_that_fail_or_do_not_run_are_no_success(checked: Run) -> None:
     (problem,) = checked(CLEAN, cases=PASSED + FAILED, status=1)["problems"]
     assert problem == "failed: tests.gpu.test_a::test_three assert 1 == 2"
+    failing = checked(FAILING, cases=PASSED + FAILED, status=1)
+    assert failing["problems"] == [problem]
+    assert failing["ending"] == [RETURNED.strip()]
     assert checked(CLEAN, cases=SKIPPED)["problems"] == ["no test has passed"]
     assert checked(CLEAN, status=3)["problems"] == ["ended with 3"]
 
@@ -130,6 +222,7 @@ def test_when_the_time_is_over_nothing_is_left_on_the_card(tmp_path: Path, monke
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_gpu, "describe", lambda _chosen: {})
+    monkeypatch.setattr(check_gpu, "PLANTED_S", 0.5)
     path = tmp_path / "report.json"
     assert check_gpu.main(["--memcheck", "--limit-s", "2", "--json", str(path)]) == 1
     problems = json.loads(path.read_text())["problems"]
