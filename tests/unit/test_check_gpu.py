@@ -189,7 +189,7 @@ def test_the_planted_error_is_in_a_child_and_no_process_fails_for_it(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(check_gpu.PLANTED)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate(30)
+        said, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     calls = [line.split(maxsplit=2) for line in said.splitlines()]
     assert [name for name, _, _ in calls][-2:] == ["cuLaunchKernel", "cuCtxSynchronize"]
