@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..coord.core.errors import ConfigError
 from . import buffers, drafts, specs
+from .request_states import RequestStates
 from .runtime import Phase, Runtime
 from .starting import Starting
 
@@ -36,8 +37,8 @@ class Building:
         """Prefixes of the pools of a sliding-window hybrid that are still to create their buffers."""
         self.dsv4: buffers.Dsv4Buffers | None = None
         """Set while a DeepSeek-V4 pool creates its buffers."""
-        self.state_owner: Any = None
-        """The pool whose request states are reset at hand-out."""
+        self.request_states: RequestStates | None = None
+        """States that are reset when a row is handed out."""
 
     def _place(self, first_layer: int, end_layer: int, granule_bytes: int) -> specs.Place:
         starting = self._starting
@@ -154,7 +155,7 @@ class Building:
             self.dsv4.finish()
         finally:
             self.dsv4 = None
-        self.state_owner = pool
+        self.request_states = RequestStates(backing)
         return pool
 
     def create_page_buffer(self, original: Any, pool: Any, *, num_pages: int) -> Any:
@@ -186,8 +187,8 @@ class Building:
         """``ReqToTokenPool.alloc_rows``: request states of these rows begin empty."""
         if rows:
             self._runtime.handed_out(pool, rows)
-        if rows and self.state_owner is not None:
-            buffers.reset_request_states(self.state_owner, rows, self._starting.forward_stream)
+        if rows and self.request_states is not None:
+            self.request_states.reset(rows, self._starting.forward_stream)
 
 
 def _two_plain_pools(chosen: dict[str, Any]) -> bool:

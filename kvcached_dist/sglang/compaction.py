@@ -192,7 +192,7 @@ class Compaction:
             scheduler.forward_stream if on_a_card else None, self._nodes(),
         )  # fmt: skip
         if specs.SWA in self._lists:
-            _ = cache.swa_protected_size, cache.swa_evictable_size, self._allocator.full_to_swa_index_mapping
+            _ = self._allocator.full_to_swa_index_mapping
 
     def _nodes(self) -> list[tuple[Any, Any]]:
         """What of the cache's nodes has ids, each with an attribute ``value``: of full attention, and of the window.
@@ -216,16 +216,14 @@ class Compaction:
         scheduler, cache = self._scheduler, self._scheduler.tree_cache
         if not scheduler.is_fully_idle() or any(part.free_group is not None for part in parts_of(self._allocator)):
             return None
-        sizes = {specs.FULL: (cache.protected_size, cache.evictable_size)}
-        if specs.SWA in self._lists:
-            sizes[specs.SWA] = cache.swa_protected_size, cache.swa_evictable_size
+        if cache.protected_size():
+            return None
         # Whoever else holds ids (a session, an engine's own use) would be left behind: all others must be free. The
         # counts tell nearly always, for nothing; a large tree takes a tenth of a second, and an open session is asked
         # about once a second.
-        for name, (protected, evictable) in sizes.items():
-            known = self._lists[name]
-            if protected() or int(evictable()) // self._page_size + known.available() != known.book.count:
-                return None
+        known = self._lists[specs.FULL]
+        if int(cache.evictable_size()) // self._page_size + known.available() != known.book.count:
+            return None
         nodes = self._nodes()
         if not nodes or any(len(full.value) != len(window.value) for full, window in nodes if window is not None):
             return None

@@ -73,8 +73,8 @@ MUTANTS = (
         "moves-what-is-locked",
         "S4: rows move that somebody has locked",
         COMPACTION,
-        "            if protected() or int(evictable())",
-        "            if int(evictable())",
+        "        if cache.protected_size():\n            return None\n",
+        "",
     ),
     Mutant(
         "ids-of-others-are-forgotten",
@@ -228,8 +228,8 @@ MUTANTS = (
         "an-open-session-costs-a-walk",
         "quantities: a large tree is walked every second",
         COMPACTION,
-        "            if protected() or int(evictable()) // self._page_size + known.available() != known.book.count:\n",
-        "            if protected():\n",
+        "        if int(cache.evictable_size()) // self._page_size + known.available() != known.book.count:\n            return None\n",
+        "",
     ),
     Mutant(
         "another-version-is-found-out-late",
@@ -315,13 +315,6 @@ MUTANTS = (
         COMPACTION,
         "        return int(table.count_nonzero()) == len(window) and bool(",
         "        return bool(",
-    ),
-    Mutant(
-        "windows-of-others-are-forgotten",
-        "S4: window ids that a request has are given to somebody",
-        COMPACTION,
-        "            sizes[specs.SWA] = cache.swa_protected_size, cache.swa_evictable_size\n",
-        "            pass\n",
     ),
     Mutant(
         "moves-into-a-ring",

@@ -16,6 +16,7 @@ from kvcached_dist.coord.core.types import DomainId, PageId, Run, Txn
 from kvcached_dist.pools.backing import StageBacking
 from kvcached_dist.sglang import buffers, specs
 from kvcached_dist.sglang.plugin import Plugin
+from kvcached_dist.sglang.request_states import RequestStates
 
 PAGE = 256
 FULL_PAGES, SWA_PAGES, SLOTS = 12, 5, 9
@@ -146,7 +147,7 @@ def test_the_same_for_one_running_c128_state_per_request(
         made.back(1)
         state = next(s for s in made.pool.compress_state_pools if s is not None and s.ratio == 128)
         state.kv_score_buffer.kv_score[1] = 5.0
-        buffers.reset_request_states(made.pool, [1])
+        RequestStates(made.backing).reset([1])
         row = state.kv_score_buffer.kv_score[1]
         assert torch.isneginf(row[: len(row) // 3]).all()
         assert not row[len(row) // 3 :].any()
@@ -213,13 +214,27 @@ def test_a_request_row_begins_empty_and_its_neighbours_are_left_alone(elastic: E
     states = [state for state in elastic.pool.compress_state_pools if state is not None and state.ratio == 128]
     for state in states:
         state.kv_score_buffer.kv_score[128 : 3 * 128] = 5.0
-    buffers.reset_request_states(elastic.pool, [2])
+    RequestStates(elastic.backing).reset([2])
     for state in states:
         rows = state.kv_score_buffer.kv_score
         half = rows.shape[1] // 2
         assert (rows[128:256] == 5.0).all()
         assert not rows[256:384, :half].any()
         assert torch.isneginf(rows[256:384, half:]).all()
+
+
+def test_a_reset_is_two_fills_for_all_layers(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in every prefill step, and the whole model has twenty such layers."""
+    elastic.back(1)
+    states, fill, fills = RequestStates(elastic.backing), torch.Tensor.index_fill_, []
+
+    def noted(part: torch.Tensor, *args: Any) -> torch.Tensor:
+        fills.append(part.shape)
+        return fill(part, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_fill_", noted)
+    states.reset([1])
+    assert [shape[0] for shape in fills] == [2, 2]
 
 
 def test_a_layout_that_is_not_known_is_refused_by_name(engine_settings: Any, elastic: Elastic) -> None:
