@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 if TYPE_CHECKING:
     from ..pools.backing import StageBacking
 
@@ -32,7 +31,8 @@ class RequestStates:
         self._parts: list[tuple[torch.Tensor, float]] = []
         """What of each row is filled, with what: elements ``[layers, rows, states, width]``."""
         for pool in found:
-            states = backing.tensor(_POOL).view(getattr(torch, pool.dtype)).unflatten(2, (-1, *pool.row_shape))
+            rows = backing.tensor(_POOL).view(getattr(torch, pool.dtype))
+            states = rows.view(*rows.shape[:2], -1, *pool.row_shape)
             # A ring of sums and scores, or one running state: its maximum, sum and values.
             first, rest = (0.0, float("-inf")) if pool.ring_rows else (float("-inf"), 0.0)
             width = states.shape[3] // (2 if pool.ring_rows else 3)
