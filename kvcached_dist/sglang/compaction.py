@@ -71,6 +71,7 @@ class Compaction:
         scheduler: the engine's, with its prefix cache.
         lanes: by domain, everything that its ids index: tensors with a row for each block.
         stages: pipeline stages.
+        drafts_too: the lanes have the pools of a draft model as well.
         wanted: the setting; equal on all ranks.
 
     Attributes:
@@ -86,6 +87,7 @@ class Compaction:
         lanes: Mapping[str, Sequence[torch.Tensor]],
         stages: int,
         *,
+        drafts_too: bool = False,
         wanted: bool = True,
     ) -> None:
         self._scheduler = scheduler
@@ -93,7 +95,11 @@ class Compaction:
         self._lanes = {name: [_wide(lane) for lane in lanes.get(name, ())] for name in self._lists}
         self._next_look = 0.0
         try:
-            self.unsupported = unsupported(lists, scheduler, stages) if wanted else "KVCACHED_DIST_COMPACTION is off"
+            self.unsupported = (
+                unsupported(lists, scheduler, stages, drafts_too=drafts_too)
+                if wanted
+                else "KVCACHED_DIST_COMPACTION is off"
+            )
             if not self.unsupported:
                 self._look_at_all()
         except (AttributeError, ImportError) as error:

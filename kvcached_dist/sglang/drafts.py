@@ -213,6 +213,7 @@ class Drafts:
         if self._building and not self._taken:
             self._stays(f"the engine built a {type(pools.token_to_kv_pool).__name__}")
         self._building = False
+        self._runtime.draft_built(elastic=self._taken)
         self._starting.reserve(pools, f"{PREFIX}.")
 
     def _stays(self, why: str) -> None:

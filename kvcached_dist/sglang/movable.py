@@ -13,13 +13,14 @@ _POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "DeepSeekV4TokenT
 """Pools whose buffers are all elastic where they are taken over."""
 
 
-def unsupported(domains: Iterable[str], scheduler: Any, stages: int) -> str:
+def unsupported(domains: Iterable[str], scheduler: Any, stages: int, *, drafts_too: bool) -> str:
     """Why nothing can be moved; empty: it can.
 
     Args:
         domains: those that have elastic ids.
         scheduler: the engine's, with its prefix cache.
         stages: pipeline stages.
+        drafts_too: what a draft model keeps is among what would be moved.
 
     Raises:
         AttributeError: this version of the engine has no such thing.
@@ -44,7 +45,8 @@ def unsupported(domains: Iterable[str], scheduler: Any, stages: int) -> str:
         "an indexer of two buffers": any(
             part.uses_aiter_fp4_layout for part in getattr(pool, "index_pools", {}).values()
         ),
-        "speculative decoding": engine.context("spec").speculative_algorithm is not None,
+        "speculative decoding with pools of its own": engine.context("spec").speculative_algorithm is not None
+        and not drafts_too,
         # They keep something of their own beside each token's place.
         "routed experts or indexer choices that are returned": bool(
             getattr(features, "enable_return_routed_experts", False)

@@ -79,6 +79,7 @@ class Runtime:
         self._compaction: Compaction | None = None
         self._needs: Needs | None = None
         self._takeover: specs.Takeover | None = None
+        self._drafts: list[bool] = []
         self._request_table = RequestTable()
         self._takes: tuple[bool, ...] = ()
         """Of each domain, whether a step that only decodes takes from it."""
@@ -114,6 +115,14 @@ class Runtime:
         self._takeover, self.coordinator, self.lists = takeover, coordinator, lists
         self._takes = tuple(domain.name != specs.ROWS for domain in takeover.stage.domains)
         self.phase = Phase.STARTED
+
+    def draft_built(self, *, elastic: bool) -> None:
+        """The engine has built the pools of a draft model.
+
+        Args:
+            elastic: they are the described ones, backed with the target's.
+        """
+        self._drafts.append(elastic)
 
     def serve(self, scheduler: Any) -> None:
         """Marks may flow from now on.
@@ -208,8 +217,9 @@ class Runtime:
         if self._compaction is None:  # not before the engine has its prefix cache
             started = self.started
             lanes = {name: started.backing.lanes(name) for name in self.lists}
+            stages, drafts_too = started.stage.pp_size, bool(self._drafts) and all(self._drafts)
             self._compaction = Compaction(
-                self.lists, self._scheduler, lanes, started.stage.pp_size, wanted=self.config.compaction
+                self.lists, self._scheduler, lanes, stages, drafts_too=drafts_too, wanted=self.config.compaction
             )
         return self._compaction
 

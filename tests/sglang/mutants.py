@@ -94,7 +94,7 @@ MUTANTS = (
         "moves-into-what-goes-with-drafts",
         "S3: the rows of a draft stay behind",
         MOVABLE,
-        '        "speculative decoding": engine.context("spec").speculative_algorithm is not None,\n',
+        '        "speculative decoding with pools of its own": engine.context("spec").speculative_algorithm is not None\n        and not drafts_too,\n',
         "",
     ),
     Mutant(
@@ -249,8 +249,15 @@ MUTANTS = (
         "moves-although-it-is-switched-off",
         "settings: KVCACHED_DIST_COMPACTION has no effect",
         RUNTIME,
-        "started.stage.pp_size, wanted=self.config.compaction\n",
-        "started.stage.pp_size\n",
+        "drafts_too=drafts_too, wanted=self.config.compaction\n",
+        "drafts_too=drafts_too\n",
+    ),
+    Mutant(
+        "one-draft-speaks-for-all",
+        "S3: the rows of a draft that the engine built otherwise stay behind",
+        RUNTIME,
+        "bool(self._drafts) and all(self._drafts)\n",
+        "any(self._drafts)\n",
     ),
     # ------------------------------------------------------------------ windows
     Mutant(

@@ -169,6 +169,12 @@ class Server:
         found: list[int] = answer["output_ids"]
         return found
 
+    def drafts_accepted(self, prompt: Sequence[int]) -> float:
+        """Share of the drafts that were right in 60 tokens behind a prompt."""
+        parameters = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+        answer = self.post("/generate", {"input_ids": list(prompt), "sampling_params": parameters})
+        return float(answer["meta_info"]["spec_accept_rate"])
+
     def flush(self) -> None:
         """Empty the prefix cache; waits until nothing runs."""
         deadline = time.monotonic() + 30

@@ -358,7 +358,7 @@ def test_not_where_something_else_is_kept_beside_each_token(
     assert unsupported(small) == returned
     groups["spec"] = SimpleNamespace(speculative_algorithm="EAGLE")
     small.scheduler.tp_worker.model_runner.canary_manager = object()
-    assert unsupported(small) == f"speculative decoding, {returned}, the KV canary"
+    assert unsupported(small) == f"speculative decoding with pools of its own, {returned}, the KV canary"
 
 
 def test_not_in_pools_and_allocators_of_another_kind(small: Engine) -> None:

@@ -18,7 +18,7 @@ from kvcached_dist import InvariantViolation
 from kvcached_dist.config import Config
 from kvcached_dist.coord.core.entries import Entry, Evict
 from kvcached_dist.pools.specs import DomainSpec, StageSpec
-from kvcached_dist.sglang import compaction, placement, specs
+from kvcached_dist.sglang import compaction, engine, placement, specs
 from kvcached_dist.sglang.book import PageBook
 from kvcached_dist.sglang.compaction import Compaction
 from kvcached_dist.sglang.placement import Move, plan
@@ -297,6 +297,24 @@ def test_a_rank_that_cannot_move_ends_the_group_with_a_reason(small: Engine, mon
     with pytest.raises(InvariantViolation, match=r"S5 violated: rank 3: .* \(CUDA out of memory\); restart the engine"):
         plugin.runtime.apply(Mark((b"x",)))
     assert equal(small.state(), state)
+
+
+@pytest.mark.parametrize(
+    ("built", "moves"), [((True,), True), ((True, True), True), ((False,), False), ((True, False), False), ((), False)]
+)
+def test_with_drafts_only_where_what_they_keep_moves_too(
+    built: tuple[bool, ...], moves: bool, small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = engine.context
+    drafting = SimpleNamespace(speculative_algorithm="EAGLE")
+    monkeypatch.setattr(engine, "context", lambda name: drafting if name == "spec" else original(name))
+    log = Log(small)
+    plugin = serving(small, log, 10_000)
+    for elastic in built:
+        plugin.runtime.draft_built(elastic=elastic)
+    log.entries = (Evict(0),)
+    plugin.runtime.apply(Mark((b"x",)))
+    assert (plugin.runtime.compacted_tokens > 0) == moves
 
 
 def test_what_has_to_go_goes_before_the_rest_moves(small: Engine) -> None:

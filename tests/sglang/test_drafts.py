@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcached_dist.config import Config
-from kvcached_dist.sglang import capacity, drafts, engine
+from kvcached_dist.sglang import capacity, drafts, engine, specs
 from kvcached_dist.sglang.drafts import Draft
 from kvcached_dist.sglang.offer import Offer, common_draft
 from tests.sglang.drafted import GRANULE, TOKENS, Engine, Served, buffers, models, page, served, speculating
@@ -37,6 +37,14 @@ def test_both_pools_are_the_native_ones_and_nothing_is_reserved(
         assert sum(served.mapped().values()) < sum(buffer.nbytes for pool in native for buffer in buffers(pool)) // 4
     finally:
         served.close()
+
+
+def test_what_the_cache_keeps_moves_with_its_draft_layers(served: Served) -> None:
+    """So there must be nothing of the draft that the ids index beside these lanes."""
+    assert served.plugin.runtime._drafts == [True]
+    lanes = {lane.data_ptr() for lane in served.plugin.runtime.started.backing.lanes(specs.FULL)}
+    own = (buffer for pools in (served.target, served.draft) for buffer in buffers(pools.token_to_kv_pool))
+    assert lanes == {buffer.data_ptr() for buffer in own}
 
 
 def test_a_page_comes_and_goes_with_its_draft_layers(served: Served) -> None:

@@ -71,14 +71,7 @@ def test_tokens_are_those_of_the_native_pools_while_all_domains_grow(served: Ser
     assert server.counter("refused") >= 1
     if served is SPECULATION:
         # A wrong draft costs time and no tokens. The model drafts for itself: natively 28 of 31 are right.
-        assert accepted_drafts(server) > 0.8
-
-
-def accepted_drafts(server: Server) -> float:
-    """Share of the drafts of a request that were right."""
-    parameters = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
-    answer = server.post("/generate", {"input_ids": cases.PROMPT[:300], "sampling_params": parameters})
-    return float(answer["meta_info"]["spec_accept_rate"])
+        assert server.drafts_accepted(cases.PROMPT[:300]) > 0.8
 
 
 def test_a_lone_short_prompt_with_a_long_output_is_served(served: Served, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""The real server with two tensor-parallel ranks and pools of two domains: what the cache keeps at idle is moved.
+"""The real server with two tensor-parallel ranks, windows and drafts: what the cache keeps at idle is moved.
 
 The tests run in the order in which they stand.
 """
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.sglang import cases
-from tests.sglang.regenerate import DSV4, SWA, Served
+from tests.sglang.matrix import dsv4
+from tests.sglang.regenerate import SPECULATION, SWA, Served
 from tests.sglang.server import Server, eventually
 from tests.sglang.settings import elastic
 
@@ -46,8 +47,11 @@ class Load:
 
 
 LOADS = (
-    Load(replace(DSV4, name="dsv4_tp2", pp=1), 256, 270, 14, 4 * 256, {"full": 7, "swa": 7}),
-    Load(replace(SWA, name="swa_tp2", pp=1), 16, 100, 27, 500, {"full": 48, "swa": 40}),
+    Load(
+        replace(dsv4(2, 1, online=False, drafts=True), name="dsv4_drafts"), 256, 270, 14, 4 * 256, {"full": 7, "swa": 7}
+    ),
+    Load(replace(SWA, name="windows", pp=1), 16, 100, 27, 500, {"full": 48, "swa": 40}),
+    Load(replace(SPECULATION, name="drafts"), 16, 100, 27, 500, {"full": 48}),
 )
 
 
@@ -79,6 +83,8 @@ def test_what_is_kept_of_full_attention_and_windows_is_moved_together(server: Se
         kept = prompts[2 :: load.prompts // 3]
         list(pool.map(lambda prompt: server.generate(prompt, 4), kept))
     answers = [answered(server, prompt) for prompt in kept]
+    drafts = load.served.options == SPECULATION.options
+    right = [server.drafts_accepted(prompt) for prompt in kept if drafts]
     assert [cached for cached, _ in answers] == [(load.tokens - 1) // load.page * load.page] * len(kept)
     eventually(lambda: int(server.told()["compacted_tokens"]) > 0, server.states)
     eventually(
@@ -90,6 +96,8 @@ def test_what_is_kept_of_full_attention_and_windows_is_moved_together(server: Se
     log = server.log.read_text()
     assert all(f"event=compacted rank={rank} tokens=" in log for rank in (0, 1))
     assert [answered(server, prompt) for prompt in kept] == answers
+    # What the draft model reads has moved as well: it is right as often as before.
+    assert [server.drafts_accepted(prompt) for prompt in kept if drafts] == right
 
 
 def test_the_engine_goes_on_as_ever(server: Server, load: Load) -> None:
