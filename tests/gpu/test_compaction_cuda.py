@@ -27,7 +27,8 @@ class Engine:
     """An allocator, a prefix cache and a scheduler of an engine, as far as moving asks for them."""
 
     def __init__(self) -> None:
-        self.page_size, self.forward_stream = PAGE, torch.cuda.Stream()
+        self.page_size = PAGE
+        self.forward_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.session_controller = SimpleNamespace(maybe_reap=lambda *_, **__: None)
         self.lists = {name: TokenList(name, count + 1, 1, count) for name, count in BLOCKS.items()}
         free = {}
@@ -111,7 +112,7 @@ def test_what_batches_have_still_to_write_moves_and_the_table_follows_in_place(e
         for lane, block, pattern in patterns:
             lane[block] = pattern
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        written.record()  # type: ignore[no-untyped-call]
+        written.record()
     made = Compaction(engine.lists, engine, pools, 1)
     assert not written.query()  # type: ignore[no-untyped-call]
     assert made.run() > 0
