@@ -186,14 +186,13 @@ class Routing:
         cause = Cause(kind, self._rank, str(error))
         if self.leader is not None:
             self.leader.fail(cause, self.leader.phase())
-            self._carry_out_all()
-            # Effects that were being carried out when this rule broke are lost, an earlier failure perhaps with them.
-            down = self.leader.failure
+            down = self.leader.failure  # an earlier one, perhaps
             assert down is not None
-            self._ending.fail(down.cause, down.phase)
-            return
-        self._ending.fail(cause, self._own_phase())
-        self._links.send_all(Fail(self._epoch, cause))
+        else:
+            down = GroupDown(cause, self._own_phase())
+        # Not by what the core asks for: that may have been carried out when this rule broke, and break it again.
+        self._ending.fail(down.cause, down.phase)
+        self._links.send_all(Fail(self._epoch, down.cause))
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

@@ -152,6 +152,8 @@ def cell(
             save()
             found["budget"] = after_a_load(servers, model, arguments)
             found["runs"] = {kind: [] for kind in KINDS}
+            if arguments.syncs:
+                time.sleep(2 * INSIDE_WRITTEN_S)
             waits = from_inside(syncs.read)
             for kind, run in rounds(servers, model, arguments):
                 found["runs"][kind].append(run)
@@ -169,7 +171,7 @@ def cell(
         if arguments.syncs:
             heard = {kind: now.since(waits[kind]) for kind, now in from_inside(syncs.read).items()}
             found["syncs"] = {kind: {"steps": of.steps, "places": of.places} for kind, of in heard.items()}
-            console.print(syncs.table(heard))
+            console.print(syncs.table(heard), f"asked for by this library: {dict(heard['elastic'].ours()) or 'none'}")
     except Exception as error:
         found["failure"] = str(error)[-4000:]
         found["logs"] = {server.name: server.tail(60) for server in servers.values()}

@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotHere as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
+    if chosen.json is not None:
+        chosen.json.open("a").close()  # a place that cannot be written is found now, not when the tests are over
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         planted = plant(folder) if chosen.memcheck else None
@@ -273,7 +275,11 @@ def read_tests(path: Path) -> list[Test]:
     if not path.exists():
         return []
     found = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
+    try:
+        cases = ElementTree.parse(path).getroot().iter("testcase")
+    except ElementTree.ParseError:
+        return []  # ended while it wrote
+    for case in cases:
         outcome, said = "passed", ""
         for child in case:
             if child.tag in ("failure", "error", "skipped"):

@@ -54,13 +54,13 @@ class Held:
         known: free list of the domain.
         nodes: what of the cache's nodes has them, each with an attribute ``value``: tokens.
         blocks: blocks of these values, in their order.
-        full: which of the nodes with ids of full attention each of them is.
+        full_node: which of the nodes with ids of full attention each of them is.
     """
 
     known: TokenList
     nodes: list[Any]
     blocks: Ids
-    full: Sequence[int]
+    full_node: Sequence[int]
 
 
 class Compaction:
@@ -69,7 +69,7 @@ class Compaction:
     Args:
         lists: the engine's free lists, by domain.
         scheduler: the engine's, with its prefix cache.
-        lanes: by domain, everything that its ids index: tensors with a row for each block.
+        lanes: by domain, everything that its ids index: uint8 ``[blocks, block_bytes]`` each.
         stages: pipeline stages.
         drafts_too: the lanes have the pools of a draft model as well.
         wanted: the setting; equal on all ranks.
@@ -151,7 +151,8 @@ class Compaction:
         if self.unsupported:
             return 0
         # Sessions time out by each rank's own clock, which the engine asks once a second. Rank 0 has seen none in the
-        # way, so what has timed out goes now on every rank, or some would move and some not.
+        # way, so what has timed out here as well goes now. A rank whose clock is later than that still has the session,
+        # moves nothing and is found out: several ranks serve no sessions with timeouts.
         self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)
         held = self._held()
         moves = {} if held is None else _plans(held)
@@ -286,7 +287,7 @@ class Compaction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Full and window ids after the moves, as :meth:`_map_window` takes them."""
         table = self._allocator.full_to_swa_index_mapping
-        full = _together([values[specs.FULL][number] for number in held[specs.SWA].full], table.device)
+        full = _together([values[specs.FULL][number] for number in held[specs.SWA].full_node], table.device)
         return full.to(torch.int64), _together(values[specs.SWA], table.device).to(table.dtype)
 
     def _copy(self, lanes: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -320,13 +321,12 @@ def _together(values: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 def _wide(lane: torch.Tensor) -> torch.Tensor:
-    """The same blocks in the widest elements that fit: fewer of them to copy, and none that torch cannot copy."""
-    rows = lane if lane.dtype == torch.uint8 else lane.view(torch.uint8)
+    """The same blocks in the widest elements that fit: fewer of them to copy."""
     for dtype in _WIDE:
-        fits = (rows.shape[1], rows.stride(0), rows.storage_offset(), rows.data_ptr())
+        fits = (lane.shape[1], lane.stride(0), lane.storage_offset(), lane.data_ptr())
         if not any(number % dtype.itemsize for number in fits):
-            return rows.view(dtype)
-    return rows
+            return lane.view(dtype)
+    return lane
 
 
 def _copy_blocks(lane: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, chunk_bytes: int) -> None:

@@ -370,7 +370,8 @@ def close_sessions(controller: Any) -> None:
     """Close the sessions that were told to close while a request of theirs ran, once that has ended.
 
     The engine does so within a second, by each rank's own clock, and until then the ranks' free lists differ. Requests
-    end in the same step on all ranks, so what is called in every step closes them in the same one.
+    end in the same step on all ranks, so what is called in every step closes them in the same one. Sessions that have
+    timed out by this rank's clock go with them, as they would within a second.
 
     Args:
         controller: the engine's ``SessionController``.

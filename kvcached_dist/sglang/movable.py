@@ -26,8 +26,10 @@ def unsupported(domains: Iterable[str], scheduler: Any, stages: int, *, drafts_t
         AttributeError: this version of the engine has no such thing.
     """
     token_domains = set(domains) - {specs.ROWS}
-    if stages > 1 or not token_domains <= {specs.FULL, specs.SWA}:
-        return "pipeline stages" if stages > 1 else "pools besides those of full attention and of a window"
+    if stages > 1:
+        return "pipeline stages"
+    if not token_domains <= {specs.FULL, specs.SWA}:
+        return "pools besides those of full attention and of a window"
     cache = scheduler.tree_cache
     if type(cache).__name__ != "UnifiedRadixCache" or type(cache.tree_core).__name__ != "UnifiedTreeCore":
         over = f" over a {type(cache.tree_core).__name__}" if hasattr(cache, "tree_core") else ""

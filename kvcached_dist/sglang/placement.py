@@ -70,21 +70,33 @@ def plan(book: PageBook, used: Ids) -> Move | None:
 
 
 def _least(firsts: Ids, sizes: Ids, held: Ids, used: int, per_page: int) -> list[int]:
-    """Runs with the fewest ids of all that have so many; of equal lengths those that hold most, the last one least.
+    """Runs with the fewest ids of all that have so many; of equal lengths those that hold most, the last one least."""
+    runs = sorted(range(len(firsts)), key=lambda run: (-held[run], firsts[run]))
+    # The run of the null block never goes, so it is filled in any case. The last page of the domain may have fewer ids
+    # than a page: its run is looked at with and without. All other runs are whole pages.
+    null = [run for run in runs if not firsts[run]]
+    odd = [run for run in runs if firsts[run] and sizes[run] % per_page]
+    whole = [run for run in runs if run not in (*null, *odd)]
+    found = []
+    for begin in (null, [*null, *odd]):
+        pages = _fewest(whole, sizes[whole] // per_page, -(-(used - int(sizes[begin].sum())) // per_page))
+        if pages is not None:
+            found.append([*begin, *pages])
+    return min(found, key=lambda chosen: int(sizes[chosen].sum()))
 
-    Lengths are whole pages and few of them differ, so all sums up to a little more than what is in use are found at
-    once, as the bits of one number.
+
+def _fewest(runs: list[int], lengths: Ids, wanted: int) -> list[int] | None:
+    """Of these runs those that together are the fewest pages that suffice; ``None``: all of them do not.
+
+    Few lengths differ, so all sums up to a little more than what is wanted are found at once, as the bits of a number.
     """
-    # The run of the null block never goes, so it is filled in any case.
-    null = [run for run in range(len(firsts)) if not firsts[run]]
-    wanted = -(-(used - int(sizes[null].sum())) // per_page)
     if wanted <= 0:
-        return null
+        return []
+    if lengths.sum() < wanted:
+        return None
     of_length: dict[int, list[int]] = defaultdict(list)
-    for run in sorted(set(range(len(firsts))) - set(null), key=lambda run: (-held[run], firsts[run])):
-        of_length[int(sizes[run]) // per_page].append(run)
-    if sum(length * len(runs) for length, runs in of_length.items()) < wanted:
-        return [*null, *sorted(set(range(len(firsts))) - set(null), key=lambda run: (-held[run], firsts[run]))]
+    for run, length in zip(runs, lengths.tolist(), strict=True):
+        of_length[length].append(run)
     # So many of a length, by powers of two: with a few parts for each length every number can be had.
     parts = [(length, some) for length in sorted(of_length) for some in _parts(len(of_length[length]))]
     below = (1 << wanted + max(of_length)) - 1
@@ -93,13 +105,13 @@ def _least(firsts: Ids, sizes: Ids, held: Ids, used: int, per_page: int) -> list
         before.append(sums)
         sums |= (sums << length * some) & below
     left = wanted + ((sums >> wanted) & -(sums >> wanted)).bit_length() - 1
-    chosen: list[int] = []
+    chosen: set[int] = set()
     for (length, some), without in zip(reversed(parts), reversed(before), strict=True):
         if length * some <= left and without >> left - length * some & 1:
-            chosen += of_length[length][:some]
+            chosen.update(of_length[length][:some])
             del of_length[length][:some]
             left -= length * some
-    return [*null, *sorted(chosen, key=lambda run: (-held[run], firsts[run]))]
+    return [run for run in runs if run in chosen]
 
 
 def _parts(count: int) -> list[int]:

@@ -27,16 +27,17 @@ class RequestStates:
     """
 
     def __init__(self, backing: StageBacking) -> None:
-        found = [pool for pool in backing.stage.pools if pool.name == _POOL and pool.buffers]
         self._parts: list[tuple[torch.Tensor, float]] = []
         """What of each row is filled, with what: elements ``[layers, rows, states, width]``."""
-        for pool in found:
-            rows = backing.tensor(_POOL).view(getattr(torch, pool.dtype))
-            states = rows.view(*rows.shape[:2], -1, *pool.row_shape)
-            # A ring of sums and scores, or one running state: its maximum, sum and values.
-            first, rest = (0.0, float("-inf")) if pool.ring_rows else (float("-inf"), 0.0)
-            width = states.shape[3] // (2 if pool.ring_rows else 3)
-            self._parts += [(states[..., :width], first), (states[..., width:], rest)]
+        pool = next((pool for pool in backing.stage.pools if pool.name == _POOL and pool.buffers), None)
+        if pool is None:
+            return
+        rows = backing.tensor(_POOL).view(getattr(torch, pool.dtype))
+        states = rows.view(*rows.shape[:2], -1, *pool.row_shape)
+        # A ring of sums and scores, or one running state: its maximum, sum and values.
+        first, rest = (0.0, float("-inf")) if pool.ring_rows else (float("-inf"), 0.0)
+        width = states.shape[3] // (2 if pool.ring_rows else 3)
+        self._parts = [(states[..., :width], first), (states[..., width:], rest)]
 
     def reset(self, rows: Sequence[int], forward: Any = None) -> None:
         """These rows are those of empty requests.

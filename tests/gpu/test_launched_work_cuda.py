@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def launching(launch: Callable[[], object], wait: Callable[[], object], every: i
         every: rounds between two waits, so that no more than these are queued.
 
     Yields:
-        The number of rounds; behind the block all of them are done.
+        The number of rounds; behind the block all of them are done, and what went wrong in one is raised.
     """
     stop, rounds = threading.Event(), [0]
 
@@ -64,14 +65,13 @@ def launching(launch: Callable[[], object], wait: Callable[[], object], every: i
                 wait()
         wait()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield rounds
-    finally:
-        stop.set()
-        thread.join(60)
-    assert not thread.is_alive(), f"the work of {rounds[0]} rounds does not end"
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            yield rounds
+        finally:
+            stop.set()
+        working.result(60)
 
 
 def grow_and_reclaim(rank: Rank, blocks: int, times: int) -> None:

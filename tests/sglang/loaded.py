@@ -92,7 +92,7 @@ class Engine:
     @property
     def lanes(self) -> dict[str, list[torch.Tensor]]:
         """What the ids index, a row for each block."""
-        return {specs.FULL: [buffer.view(BLOCKS + 1, -1) for buffer in self.buffers]}
+        return {specs.FULL: [buffer.view(BLOCKS + 1, -1).view(torch.uint8) for buffer in self.buffers]}
 
     def load(self, choose: random.Random) -> None:
         """Prompts that begin alike are kept; then most of them are evicted, whichever were asked for least lately."""

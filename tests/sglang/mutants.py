@@ -101,8 +101,8 @@ MUTANTS = (
         "moves-in-pipelines",
         "S4: a late stage still reads what moves",
         MOVABLE,
-        "    if stages > 1 or not token_domains <= {specs.FULL, specs.SWA}:\n",
-        "    if not token_domains <= {specs.FULL, specs.SWA}:\n",
+        '    if stages > 1:\n        return "pipeline stages"\n',
+        "",
     ),
     Mutant(
         "copies-before-the-last-batch-has-written",
@@ -299,8 +299,8 @@ MUTANTS = (
         "full-ids-before-the-move",
         "S3: the table has the window of an id where the id was before",
         COMPACTION,
-        "_together([values[specs.FULL][number] for number in held[specs.SWA].full], table.device)\n",
-        "_together([held[specs.FULL].nodes[number].value for number in held[specs.SWA].full], table.device)\n",
+        "_together([values[specs.FULL][number] for number in held[specs.SWA].full_node], table.device)\n",
+        "_together([held[specs.FULL].nodes[number].value for number in held[specs.SWA].full_node], table.device)\n",
     ),
     Mutant(
         "windows-of-the-first-nodes",

@@ -24,6 +24,7 @@ TESTS = (
     "tests/sglang/test_compaction.py",
     "tests/sglang/test_compaction_marks.py",
     "tests/sglang/test_compaction_windows.py",
+    "tests/sglang/test_placement.py",
     "tests/sglang/test_runtime.py",
 )
 TIMEOUT_S = 300
@@ -57,15 +58,30 @@ def run_one(mutant: Mutant) -> Verdict:
         # -S leaves out the finder of an editable install; all else is found by its folder.
         path = os.pathsep.join((name, str(SITE_PACKAGES)))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-S", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--lane", "sglang", *TESTS],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-S",
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                    "-p",
+                    "no:cacheprovider",
+                    "--lane",
+                    "sglang",
+                    *TESTS,
+                ],
+                cwd=root,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(mutant, f"tests that hang for {TIMEOUT_S} s", time.monotonic() - begun)
     found = NOT_FOUND
     if done.returncode:
         hit = re.search(r"^FAILED \S*::(\S+)", done.stdout, flags=re.MULTILINE)

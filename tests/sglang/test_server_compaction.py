@@ -101,6 +101,7 @@ def test_what_is_kept_of_full_attention_and_windows_is_moved_together(server: Se
 
 
 def test_the_engine_goes_on_as_ever(server: Server, load: Load) -> None:
+    assert int(server.told()["compacted_tokens"]) > 0, "by the test before"
     flushed = load.served.ask(server.generate, server.flush)
     server.flush()
     assert load.served.ask(server.generate, server.flush) == flushed

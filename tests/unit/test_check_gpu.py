@@ -231,6 +231,12 @@ def test_when_the_time_is_over_nothing_is_left_on_the_card(tmp_path: Path, monke
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_outcomes_that_were_cut_off_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "tests.xml"
+    path.write_text('<testsuites><testsuite><testcase classname="a" name="b" time="1"/>')
+    assert check_gpu.read_tests(path) == []
+
+
 def test_what_cannot_run_below_the_checker_is_there() -> None:
     for name in check_gpu.NOT_BELOW_THE_CHECKER:
         path, test = name.split("::")

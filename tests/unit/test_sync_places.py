@@ -60,9 +60,22 @@ def test_a_wait_belongs_to_whoever_asked_for_it(places: sync_places.Places) -> N
     assert places.steps == 3
     through = f"unit/{Path(__file__).name}:waits"
     assert dict(places.counts) == {
-        f"{through} for sglang/lists.py:step": 1,
+        f"{through} for kvcached_dist/sglang/lists.py:step": 1,
         through: 2,
     }
+    assert syncs.Waits(3, places.counts).ours().total() == 1
+
+
+def test_who_stands_in_front_of_the_one_that_shows_warnings_is_no_place(places: sync_places.Places) -> None:
+    """SGLang does."""
+    heard = warnings.showwarning
+
+    def _filtered_showwarning(*args: Any, **others: Any) -> None:
+        heard(*args, **others)
+
+    warnings.showwarning = _filtered_showwarning
+    Scheduler().run_batch(waits)
+    assert list(places.counts) == [f"unit/{Path(__file__).name}:waits"]
 
 
 def test_other_warnings_and_other_threads_do_not_count(places: sync_places.Places, shown: list[str]) -> None:

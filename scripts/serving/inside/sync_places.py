@@ -70,10 +70,13 @@ def place_of(frame: FrameType | None) -> str:
     innermost, ours = "", ""
     while frame is not None and not ours:
         path = frame.f_code.co_filename
-        if not path.endswith(f"{os.sep}warnings.py"):
-            place = f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_code.co_name}"
+        # An engine may have put a function of its own in front of the one that shows warnings.
+        if not path.endswith(f"{os.sep}warnings.py") and "showwarning" not in frame.f_code.co_name:
+            mine = LIBRARY in path
+            name = path[path.rindex(LIBRARY) + 1 :] if mine else os.sep.join(path.split(os.sep)[-2:])
+            place = f"{name}:{frame.f_code.co_name}"
             innermost = innermost or place
-            if LIBRARY in path:
+            if mine:
                 ours = place
         frame = frame.f_back
     return innermost if ours in ("", innermost) else f"{innermost} for {ours}"
