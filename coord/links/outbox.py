@@ -28,7 +28,7 @@ class Outbox:
         lease: bound of a wait for a send that the peer has acknowledged, which is over already.
         acknowledged: how many frames the peer has received.
 
-    Threads: under the link's lock.
+    Threads: under the link's lock; how many frames wait may be read without it.
     """
 
     def __init__(self, group: Pair, peer: int, tag: int, lease: timedelta, acknowledged: Callable[[], int]) -> None:
@@ -85,7 +85,7 @@ class Outbox:
         self._slots.works[slot] = None
 
     def release(self) -> None:
-        """Collect every Work and let the group go; it must be closed."""
+        """Collect every Work and let the group go; it must be closed. Blocks: while sends end, some milliseconds each."""
         self._slots.drain()
         self._waiting.clear()
         self._group = None
