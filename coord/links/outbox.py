@@ -85,7 +85,7 @@ class Outbox:
         self._slots.works[slot] = None
 
     def release(self) -> None:
-        """Collect every Work and let the group go; it must be closed. Blocks: while sends end, some milliseconds each."""
+        """Collect every Work and let the group go; it must be closed. Blocks: as :meth:`Slots.drain`."""
         self._slots.drain()
         self._waiting.clear()
         self._group = None
