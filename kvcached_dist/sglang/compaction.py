@@ -63,6 +63,25 @@ class Held:
     full_node: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a move is going to change, by domain.
+
+    Attributes:
+        held: what the cache holds.
+        moves: where it goes.
+        values: the nodes' tokens afterwards.
+        free: the free lists afterwards.
+        window: full and window ids of the engine's table afterwards; ``None``: it has none.
+    """
+
+    held: Mapping[str, Held]
+    moves: Mapping[str, Move]
+    values: Mapping[str, list[torch.Tensor]]
+    free: Mapping[str, torch.Tensor]
+    window: tuple[torch.Tensor, torch.Tensor] | None
+
+
 class Compaction:
     """Moves what the engine's prefix cache keeps.
 
@@ -154,22 +173,24 @@ class Compaction:
         # way, so what has timed out here as well goes now. A rank whose clock is later than that still has the session,
         # moves nothing and is found out: several ranks serve no sessions with timeouts.
         self._scheduler.session_controller.maybe_reap(time.monotonic(), interval=-1.0)
-        held = self._held()
-        moves = {} if held is None else _plans(held)
-        if held is None or not moves:
+        try:
+            changes = self._changes()
+        except torch.cuda.OutOfMemoryError:
+            # A full card, of which torch's allocator may keep a part in other sizes. Other ranks may have moved.
+            torch.cuda.empty_cache()
+            changes = self._changes()
+        if changes is None:
             return 0
-        values = {name: self._values(of, moves.get(name)) for name, of in held.items()}
-        free = {name: held[name].known.listed(move.free) for name, move in moves.items()}
-        window = self._window(held, values) if specs.SWA in held else None
+        held, moves = changes.held, changes.moves
         for name, move in moves.items():
             known = held[name].known
             self._copy(self._lanes[name], known.beside(move.sources), known.beside(move.targets))
         for name, move in moves.items():
-            for node, value in zip(held[name].nodes, values[name], strict=True):
+            for node, value in zip(held[name].nodes, changes.values[name], strict=True):
                 node.value = value
-            held[name].known.moved(move.sources, move.targets, free[name])
-        if window is not None:
-            self._map_window(*window)
+            held[name].known.moved(move.sources, move.targets, changes.free[name])
+        if changes.window is not None:
+            self._map_window(*changes.window)
         moved = self._page_size * sum(move.sources.size for move in moves.values())
         of = self._page_size * sum(part.blocks.size for part in held.values())
         _log.info("event=compacted rank=%d tokens=%d of=%d", engine.world_rank(), moved, of)
@@ -267,6 +288,16 @@ class Compaction:
         return int(table.count_nonzero()) == len(window) and bool((table[full] == window).all())
 
     # ------------------------------------------------------------------ what changes
+
+    def _changes(self) -> Changes | None:
+        """All that a move needs, and nothing changed yet; ``None``: nothing moves."""
+        held = self._held()
+        moves = {} if held is None else _plans(held)
+        if held is None or not moves:
+            return None
+        values = {name: self._values(of, moves.get(name)) for name, of in held.items()}
+        free = {name: held[name].known.listed(move.free) for name, move in moves.items()}
+        return Changes(held, moves, values, free, self._window(held, values) if specs.SWA in held else None)
 
     def _values(self, held: Held, move: Move | None) -> list[torch.Tensor]:
         """The nodes' tokens after a move.

@@ -54,12 +54,19 @@ MUTANTS = (
         COMPACTION,
         "            self._copy(self._lanes[name], known.beside(move.sources), known.beside(move.targets))\n"
         "        for name, move in moves.items():\n"
-        "            for node, value in zip(held[name].nodes, values[name], strict=True):\n"
+        "            for node, value in zip(held[name].nodes, changes.values[name], strict=True):\n"
         "                node.value = value\n",
-        "            for node, value in zip(held[name].nodes, values[name], strict=True):\n"
+        "            for node, value in zip(held[name].nodes, changes.values[name], strict=True):\n"
         "                node.value = value\n"
         "            self._copy(self._lanes[name], known.beside(move.sources), known.beside(move.targets))\n"
         "        for name, move in moves.items():\n",
+    ),
+    Mutant(
+        "a-full-card-ends-the-group",
+        "L: memory that torch's allocator keeps unused ends all ranks",
+        COMPACTION,
+        "            torch.cuda.empty_cache()\n            changes = self._changes()\n",
+        "            raise\n",
     ),
     # ------------------------------------------------------------------ only what nobody else uses
     Mutant(
@@ -271,7 +278,7 @@ MUTANTS = (
         "the-table-names-old-places",
         "S3: a full id finds the window of somebody else",
         COMPACTION,
-        "            self._map_window(*window)\n",
+        "            self._map_window(*changes.window)\n",
         "            pass\n",
     ),
     Mutant(

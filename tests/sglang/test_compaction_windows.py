@@ -154,6 +154,27 @@ def test_a_copy_that_fails_in_the_second_domain_leaves_everything_as_it_was(
     assert small.compaction.run()
 
 
+@pytest.mark.parametrize("call", ["_values", "_window", "_held"])
+def test_a_full_card_is_asked_again_before_anything_has_changed(
+    call: str, small: Windowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may have moved: for what torch's allocator keeps to itself the group must not end."""
+    made, contents = small.compaction, small.contents()
+    emptied: list[int] = []
+    original = getattr(made, call)
+
+    def short(*args: Any) -> Any:
+        if not emptied:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(made, call, short)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    assert made.run() > 0
+    assert emptied == [1]
+    assert equal(list(small.contents().values()), list(contents.values()))
+
+
 def a_window_of_nobody(engine: Windowed) -> None:
     """Somebody has a window without its full ids: the table says so, or the counts do."""
     engine.allocator.swa_attn_allocator.alloc(engine.page)
