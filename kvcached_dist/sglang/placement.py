@@ -47,7 +47,9 @@ def plan(book: PageBook, used: Ids) -> Move | None:
     firsts, counts = book.runs()
     sizes = np.array([book.ids_of(int(first), int(count)).size for first, count in zip(firsts, counts, strict=True)])
     held = np.bincount(_run_of(firsts, used, book), minlength=len(firsts))
-    worth = -(-used.size // LEAST_SHARE)
+    worth = max(1, -(-used.size // LEAST_SHARE))
+    if int(sizes[(held > 0) | (firsts == 0)].sum()) - used.size < worth:
+        return None  # nearly always: not even the best runs would free enough
     least = _least(firsts, sizes, held, used.size, book.blocks_per_page)
     chosen = _held_first(firsts, sizes, held, used.size)
     if sizes[chosen].sum() >= sizes[least].sum() + worth:
@@ -55,7 +57,7 @@ def plan(book: PageBook, used: Ids) -> Move | None:
     kept = np.zeros(len(firsts), dtype=np.bool_)
     kept[chosen] = True
     gain = int(sizes[(held > 0) & ~kept].sum() - sizes[(held == 0) & kept & (firsts > 0)].sum())
-    if gain < max(1, worth):
+    if gain < worth:
         return None
     filled = np.concatenate([book.ids_of(int(firsts[run]), int(counts[run])) for run in chosen])[: used.size]
     filled.sort()

@@ -31,7 +31,6 @@ class Engine:
         self.forward_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.session_controller = SimpleNamespace(maybe_reap=lambda *_, **__: None)
         self.lists = {name: TokenList(name, count + 1, 1, count) for name, count in BLOCKS.items()}
-        free = {}
         choose = random.Random(5)
         self.used: dict[str, list[int]] = {}
         for name, known in self.lists.items():
@@ -41,7 +40,6 @@ class Engine:
             self.used[name] = choose.sample(known.book.all_ids().tolist(), NODES if name == specs.FULL else WITH_WINDOW)
             rest = [block for block in known.free_ids().tolist() if block not in set(self.used[name])]
             known.replace(torch.tensor(rest, device="cuda"))
-            free[name] = rest
         self.nodes = [self._node(number) for number in range(NODES)]
         table = torch.zeros((BLOCKS[specs.FULL] + 1) * PAGE + 1, dtype=torch.int64, device="cuda")
         table[-1] = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from kvcached_dist.sglang.census import CopyFactory, HostCopy
 from kvcached_dist.sglang.compaction import Compaction
 from kvcached_dist.sglang.engine import evict
 from kvcached_dist.sglang.lists import TokenList
-from tests.sglang.prefixes import keep, prefix_cache
+from tests.sglang.prefixes import idle_scheduler, keep, prefix_cache
 
 PER_PAGE = 8
 RUNS = (1, 1, 2, 4, 4, 8, 8, 4)
@@ -53,7 +52,6 @@ class Engine:
     ) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-        from sglang.srt.session.session_controller import SessionController
 
         self.page, self.pool, size = page, pool(kind, BLOCKS * page, page, dtype), BLOCKS * page
         for number, buffer in enumerate(self.buffers):
@@ -71,11 +69,7 @@ class Engine:
             first += count
         self.known.bind(self.allocator)
         self.cache = prefix_cache(self.allocator, page, "FULL")
-        self.scheduler = SimpleNamespace(
-            page_size=page, tree_cache=self.cache, is_fully_idle=lambda: True,
-            session_controller=SessionController(self.cache),
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
-        )  # fmt: skip
+        self.scheduler = idle_scheduler(page, self.cache)
         self.prompts: list[list[int]] = []
         self.load(random.Random(3))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvcached_dist import _native
 from tests.sglang.mutants import MUTANTS, UNBROKEN
 from tests.simulation.mutant import Mutant
-from tests.simulation.mutation import NOT_FOUND, ROOT, SITE_PACKAGES, Verdict, apply, look_for
+from tests.simulation.mutation import NOT_FOUND, ROOT, Verdict, apply, look_for, run_there
 
 TESTS = (
     "tests/sglang/test_compaction.py",
@@ -55,31 +55,9 @@ def run_one(mutant: Mutant) -> Verdict:
         root = Path(name)
         copy_project(root)
         apply(mutant, root)
-        # -S leaves out the finder of an editable install; all else is found by its folder.
-        path = os.pathsep.join((name, str(SITE_PACKAGES)))
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--lane", "sglang", *TESTS]
         try:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-S",
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-x",
-                    "-p",
-                    "no:cacheprovider",
-                    "--lane",
-                    "sglang",
-                    *TESTS,
-                ],
-                cwd=root,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
+            done = run_there(root, pytest, TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return Verdict(mutant, f"tests that hang for {TIMEOUT_S} s", time.monotonic() - begun)
     found = NOT_FOUND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,21 @@ def prefix_cache(allocator: Any, page: int, *components: str, **more: Any) -> An
         tree_components=of_a_node, **more,
     )  # fmt: skip
     return UnifiedRadixCache(params)
+
+
+def idle_scheduler(page: int, cache: Any) -> Any:
+    """As much of the engine's scheduler, with nothing to do, as moving asks for.
+
+    Args:
+        page: tokens of a block.
+        cache: its prefix cache.
+    """
+    from sglang.srt.session.session_controller import SessionController
+
+    return SimpleNamespace(
+        page_size=page, tree_cache=cache, is_fully_idle=lambda: True, session_controller=SessionController(cache),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
+    )  # fmt: skip
 
 
 def keep(cache: Any, prompt: list[int], ids: torch.Tensor) -> None:

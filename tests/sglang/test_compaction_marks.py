@@ -21,7 +21,7 @@ from kvcached_dist.sglang.plugin import Plugin
 from kvcached_dist.sglang.runtime import Mark
 from tests.sglang.families import Rank, configurator
 from tests.sglang.loaded import BLOCKS, Engine, equal
-from tests.sglang.prefixes import keep, prefix_cache
+from tests.sglang.prefixes import idle_scheduler, keep, prefix_cache
 
 
 @pytest.fixture
@@ -275,7 +275,6 @@ def elastic_allocator(pool: Any) -> Any:
 def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.session.session_controller import SessionController
 
     cache = prefix_cache(rank.allocator, 1, "FULL")
     start = rank.mapped_bytes()
@@ -295,12 +294,8 @@ def test_memory_goes_down_to_what_is_kept_and_the_reserve(rank: Rank) -> None:
         find(number)
     cache.evict(EvictParams(num_tokens=1400))
     full = rank.mapped_bytes()
-    scheduler = SimpleNamespace(
-        page_size=1, tree_cache=cache, is_fully_idle=lambda: True, session_controller=SessionController(cache),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
-    )  # fmt: skip
     lanes = {name: rank.coordinator.backing.lanes(name) for name in rank.runtime.lists}
-    made = Compaction(rank.runtime.lists, scheduler, lanes, 1)
+    made = Compaction(rank.runtime.lists, idle_scheduler(1, cache), lanes, 1)
     for _ in range(100):
         rank.step({specs.FULL: 0}, idle=True)
     assert rank.mapped_bytes() > 0.8 * full, "100 of 1500 tokens keep all of it"

@@ -110,6 +110,15 @@ def test_no_runs_with_fewer_ids_would_hold_what_is_in_use(seed: int) -> None:
     assert sizes[chosen].sum() == sizes[0] + min(found for found in sums if sizes[0] + found >= used)
 
 
+def test_what_lies_together_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine becomes idle all day."""
+    made = PageBook("full", 400, 1, 399)
+    for first, count in ((0, 4), (8, 32), (64, 64)):
+        made.add(first, count)
+    monkeypatch.delattr(placement, "_least")
+    assert plan(made, np.array([1, 2, 3, *range(8, 40)])) is None
+
+
 def test_thousands_of_runs_take_no_time_that_anybody_notices() -> None:
     choose = random.Random(1)
     made, first = PageBook("full", 1 << 20, 1, 1 << 20), 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from kvcached_dist.sglang import specs
 from kvcached_dist.sglang.compaction import Compaction
 from kvcached_dist.sglang.lists import TokenList
-from tests.sglang.prefixes import keep, prefix_cache
+from tests.sglang.prefixes import idle_scheduler, keep, prefix_cache
 
 BLOCKS = {specs.FULL: 60, specs.SWA: 32}
 """Largest id of each allocator."""
@@ -36,7 +35,6 @@ class Windowed:
 
     def __init__(self, pool: Any, lanes: Mapping[str, Sequence[torch.Tensor]], page: int, seed: int = 0) -> None:
         from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-        from sglang.srt.session.session_controller import SessionController
 
         self.page, self.lanes = page, lanes
         full, swa = (BLOCKS[name] * page for name in (specs.FULL, specs.SWA))
@@ -52,11 +50,7 @@ class Windowed:
                 rows = lane[: sum(RUNS[name])]
                 rows.copy_(torch.randint(0, 256, rows.shape, generator=made, dtype=torch.uint8))
         self.cache = prefix_cache(self.allocator, page, "FULL", "SWA", sliding_window_size=2 * page)
-        self.scheduler = SimpleNamespace(
-            page_size=page, tree_cache=self.cache, is_fully_idle=lambda: True,
-            session_controller=SessionController(self.cache),
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(canary_manager=None)),
-        )  # fmt: skip
+        self.scheduler = idle_scheduler(page, self.cache)
         self.prompts: list[list[int]] = []
         self.load(random.Random(3))
 

@@ -78,6 +78,25 @@ UNIT_TESTS = ("tests/unit/core/test_participant.py", "tests/unit/core/test_quant
 schedules."""
 
 
+def run_there(root: Path, arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in a copy of the project.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer.
+    """
+    # -S leaves out the finder of an editable install; all else is then found by its folder.
+    path = os.pathsep.join((str(root), str(SITE_PACKAGES)))
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 def run_one(mutant: Mutant) -> Verdict:
     """Apply a mutant to a copy and look for it."""
     begun = time.monotonic()
@@ -85,9 +104,6 @@ def run_one(mutant: Mutant) -> Verdict:
         root = Path(name)
         copy_project(root)
         apply(mutant, root)
-        # -S leaves out the finder of an editable install; pytest is then found by its folder.
-        path = os.pathsep.join((name, str(SITE_PACKAGES)))
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
         found = NOT_FOUND
         for what, arguments in (
             ("scenario", ["-m", "tests.scenarios"]),
@@ -98,15 +114,7 @@ def run_one(mutant: Mutant) -> Verdict:
             ),
         ):
             try:
-                done = subprocess.run(
-                    [sys.executable, "-S", *arguments],
-                    cwd=root,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=TIMEOUT_S,
-                    check=False,
-                )
+                done = run_there(root, arguments, TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 continue  # a break that is not seen within the time counts as not found
             if done.returncode:
